@@ -1,0 +1,122 @@
+"""Weights from files: our own, and those of the two public MSDNet code bases."""
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitwise import files, models
+from exitwise.errors import InputError
+from exitwise.net import MultiExitNet
+
+FORMAT, VERSION = "exitwise.net", 1
+
+# The public code's key names, piece by piece, and ours. Order matters: `.m.` is a neck in a classifier, and a
+# transition elsewhere.
+_RENAMES = (
+    (r"^module\.", ""),
+    (r"^classifier\.(\d+)\.m\.(\d+)\.net\.", r"heads.\1.neck.\2."),
+    (r"^classifier\.(\d+)\.linear\.", r"heads.\1.last."),
+    (r"^blocks\.", "stages."),
+    (r"^(stages\.\d+\.\d+)\.(?:layers|m)\.(\d+)\.", r"\1.scales.\2."),
+    (r"\.conv_normal\.net\.", ".same."),
+    (r"\.conv_down\.net\.", ".down."),
+    (r"\.net\.", "."),
+)
+
+
+def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
+    """The net's weights in our own format, with the spec that rebuilds it."""
+    tensors = {key: value.detach().cpu() for key, value in net.state_dict().items()}
+    files.write_tensors(Path(path), tensors, FORMAT, VERSION, {"model": net.spec})
+
+
+def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
+    """Load weights into `net` and return it: our own files, or state dicts of the public MSDNet code.
+
+    Safetensors, or a `.pth` file, read with `weights_only=True`: nothing in a file is ever executed. The state may be
+    nested under `state_dict` or `model`, its keys may begin with `module.`. Nothing is changed unless everything fits.
+    """
+    path = Path(path)
+    theirs = {_our_name(key): value for key, value in _read(path).items()}
+    ours = net.state_dict()
+    for key in [key for key in ours if key.endswith("num_batches_tracked")]:  # absent from old files, never used here
+        theirs.setdefault(key, ours[key])
+    _check_fit(net, ours, theirs, path)
+    net.load_state_dict(theirs)
+    return net
+
+
+def load_net(path: str | Path) -> MultiExitNet:
+    """The net of one of our own files, rebuilt by the preset that the file names, in evaluation mode."""
+    path = Path(path)
+    _, header = files.read_tensors(path)
+    spec = files.check_format(path, header, FORMAT, VERSION).get("model")
+    if not isinstance(spec, dict):
+        raise InputError(f"{path} does not say which preset it belongs to; build the net and use load_checkpoint")
+    return load_checkpoint(models.rebuild(spec), path).eval()
+
+
+def _our_name(key: str) -> str:
+    for pattern, replacement in _RENAMES:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        state: Any = files.read_tensors(path)[0]
+    else:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(f"{path} is not a checkpoint of plain tensors, and nothing else is read: {reason}") from None
+    for name in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise InputError(f"{path} must hold a state dict of named tensors, but holds a {type(state).__name__}")
+    return dict(state)
+
+
+def _check_fit(net: MultiExitNet, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], path: Path) -> None:
+    problems = []
+    missing = next((key for key in ours if key not in theirs), None)
+    unexpected = next((key for key in theirs if key not in ours), None)
+    reshaped = next((key for key in ours if key in theirs and ours[key].shape != theirs[key].shape), None)
+    if missing:
+        problems.append(f"first missing key {missing!r}")
+    if unexpected:
+        problems.append(f"first unexpected key {unexpected!r}")
+    if reshaped:
+        problems.append(f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}")
+    if problems:
+        fits = _fitting_preset(theirs)
+        name = net.spec["preset"] if net.spec else "the net"
+        raise InputError(f"{path} does not fit {name}: {', '.join(problems)}; {fits}")
+    broken = next((key for key, value in theirs.items() if not files.finite(value)), None)
+    if broken:
+        raise InputError(f"{path} holds values that are not finite in {broken!r}")
+
+
+def _fitting_preset(theirs: Mapping[str, Tensor]) -> str:
+    """In words: the preset whose keys and shapes a state dict has, but for classes and input channels."""
+    shapes = {key: tuple(value.shape) for key, value in theirs.items() if not key.endswith("num_batches_tracked")}
+    stem, last = shapes.get("stages.0.0.scales.0.0.weight", ()), shapes.get("heads.0.last.weight", ())
+    if len(stem) == 4 and len(last) == 2:
+        for preset in models.list():
+            with torch.device("meta"):
+                net = models.msdnet(preset, num_classes=max(last[0], 2), in_channels=max(stem[1], 1))
+            state = net.state_dict()
+            if shapes == {k: tuple(v.shape) for k, v in state.items() if not k.endswith("num_batches_tracked")}:
+                spec = net.spec or {}
+                changed = "".join(f", {key}={value}" for key, value in spec.items() if key != "preset")
+                return f"it fits {preset!r}{changed}"
+    return "no preset fits it"

@@ -1,0 +1,160 @@
+"""One pass of the net over each split: features of val and test are kept, of train only the curvature sums."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from exitwise import models
+from exitwise.cost import Costs, macs
+from exitwise.errors import InputError
+from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
+from exitwise.net import MultiExitNet
+from exitwise.trace import HeadWeights, Split, Trace
+
+# (images, labels), or (images, labels, positions in the data set)
+Batch = Sequence[Tensor]
+# Called with the split's name, the samples done, and how many there are, where that is known.
+Progress = Callable[[str, int, int | None], None]
+
+_ACCUMULATORS: Mapping[str, Callable[[int, int, bool], Accumulator]] = {
+    "sum": CurvatureSum,
+    "average": CurvatureAverage,
+}
+
+
+def collect(
+    net: MultiExitNet,
+    train: Iterable[Batch],
+    val: Iterable[Batch],
+    test: Iterable[Batch] | None = None,
+    *,
+    costs: Costs | Sequence[float] | None = None,
+    classes: Sequence[str] | None = None,
+    budget_range: tuple[float, float] | None = None,
+    curvature: Literal["sum", "average"] = "sum",
+    progress: Progress | None = None,
+) -> Trace:
+    """Run the net over loaders of (images, labels) and keep what calibration needs.
+
+    A loader may also give (images, labels, index), index being each sample's position in the data set. Train must come
+    without augmentation. Memory does not grow with the train set. `costs` are counted in MACs on the first batch's shape
+    unless given; `budget_range` defaults to the paper's for the net's preset. `curvature="average"` is the public code's
+    exponential average, for comparison. The net's device and mode are left as they were.
+    """
+    if curvature not in _ACCUMULATORS:
+        raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
+    with _inference(net):
+        held = {"val": _features(net, val, "val", progress)}
+        if test is not None:
+            held["test"] = _features(net, test, "test", progress)
+        sums, shape = _curvature(net, train, _ACCUMULATORS[curvature], progress)
+    return Trace(
+        val=held["val"],
+        test=held.get("test"),
+        heads=tuple(_head_weights(head.last) for head in net.exits),
+        curvature=sums,
+        costs=Costs.of(costs if costs is not None else macs(net, shape)),
+        classes=tuple(classes) if classes is not None else None,
+        model=net.spec,
+        budget_range=budget_range or models.budget_range(net.spec),
+    )
+
+
+@contextmanager
+def _inference(net: MultiExitNet) -> Any:
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+    """Checked batches on the net's device."""
+    device = next(net.parameters()).device
+    total = _total(loader)
+    done = 0
+    for batch in loader:
+        if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
+            raise InputError(f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}")
+        images, labels = batch[0], torch.as_tensor(batch[1]).cpu().long()
+        if labels.dim() != 1 or len(images) != len(labels):
+            raise InputError(
+                f"`{name}` must give one label per image, but gave {len(images)} images and labels {tuple(labels.shape)}"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
+            raise InputError(
+                f"`{name}` has a label {int(labels.min())} to {int(labels.max())} outside the net's "
+                f"{net.num_classes} classes, at sample {done} or later"
+            )
+        index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
+        yield images.to(device), labels, index
+        done += len(labels)
+        if progress:
+            progress(name, done, total)
+    if not done:
+        raise InputError(f"`{name}` gave no samples")
+
+
+def _total(loader: Iterable[Batch]) -> int | None:
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) -> list[Tensor]:
+    features = net.features(images)
+    for k, x in enumerate(features):
+        if x.dim() != 2:
+            raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")
+        if not bool(torch.isfinite(x).all()):
+            where = seen + int((~torch.isfinite(x)).any(dim=1).nonzero()[0])
+            raise InputError(f"exit {k} gave features that are not finite, first for sample {where} of `{name}`")
+    return features
+
+
+def _features(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Split:
+    features: list[list[Tensor]] = [[] for _ in net.exits]
+    labels: list[Tensor] = []
+    index: list[Tensor | None] = []
+    seen = 0
+    for images, batch_labels, batch_index in _batches(net, loader, name, progress):
+        for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
+            rows.append(x.float().cpu())
+        labels.append(batch_labels)
+        index.append(batch_index)
+        seen += len(batch_labels)
+    known = [rows for rows in index if rows is not None]
+    return Split(
+        features=tuple(torch.cat(rows) for rows in features),
+        labels=torch.cat(labels),
+        index=torch.cat(known) if len(known) == len(index) else None,
+    )
+
+
+def _curvature(
+    net: MultiExitNet,
+    loader: Iterable[Batch],
+    accumulator: Callable[[int, int, bool], Accumulator],
+    progress: Progress | None,
+) -> tuple[tuple[Curvature, ...], tuple[int, ...]]:
+    """Curvature of every exit, and the shape of one input."""
+    sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
+    shape: tuple[int, ...] = ()
+    seen = 0
+    for images, labels, _ in _batches(net, loader, "train", progress):
+        shape = tuple(images.shape[1:])
+        for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
+            sum_.update(x, head.last(x))
+        seen += len(labels)
+    return tuple(sum_.result() for sum_ in sums), shape
+
+
+def _head_weights(last: torch.nn.Linear) -> HeadWeights:
+    bias = last.bias.detach().float().cpu().clone() if last.bias is not None else None
+    return HeadWeights(last.weight.detach().float().cpu().clone(), bias)

@@ -1,0 +1,202 @@
+"""What a prediction costs, in multiply-adds (MACs); the paper calls the same count "practical FLOPs".
+
+Counting rule: a convolution is its multiply-adds without the bias, a linear layer its multiply-adds plus the bias,
+an activation one per element, average and max-pooling the kernel's area per output element, adaptive average pooling
+its input elements, a normalisation nothing (it folds into the convolution before it).
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exitwise.errors import InputError
+from exitwise.net import MultiExitNet
+
+SAMPLES = 50  # Monte Carlo draws in the paper
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cumulative cost of a sample that leaves at exit k, with its unit ("MACs" or "ms")."""
+
+    values: tuple[float, ...]
+    unit: str = "MACs"
+
+    def __post_init__(self) -> None:
+        values = tuple(float(value) for value in self.values)
+        object.__setattr__(self, "values", values)
+        if not values or not all(isfinite(value) and value > 0 for value in values):
+            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
+        if any(later <= earlier for earlier, later in zip(values, values[1:], strict=False)):
+            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
+        if self.unit not in ("MACs", "ms"):
+            raise InputError(f"`unit` must be 'MACs' or 'ms', but got {self.unit!r}")
+
+    @classmethod
+    def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
+        """Costs as they are, or a plain sequence of cumulative MACs."""
+        return costs if isinstance(costs, Costs) else cls(tuple(costs))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def macs(
+    net: MultiExitNet, input_shape: tuple[int, ...] | None = None, *, example_inputs: Any | None = None
+) -> list[int]:
+    """Cumulative MACs up to each exit, earlier heads included: K whole numbers for one sample.
+
+    The net runs once on PyTorch's meta device, so nothing is computed and the net is left as it was. Give the shape of
+    one input, such as (3, 32, 32), or a batch of one as `example_inputs`. Only modules are seen: an operation that a
+    module's forward does by itself, such as an addition or `F.relu`, counts nothing.
+    """
+    if (input_shape is None) == (example_inputs is None):
+        raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
+    inputs = torch.empty(1, *input_shape) if input_shape is not None else example_inputs
+    twin = copy.deepcopy(net).to("meta").eval()
+    counts: list[int] = []
+
+    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        counts.append(_count(module, args, output))
+
+    hooks = [module.register_forward_hook(count) for module in twin.modules() if not any(module.children())]
+    cumulative = []
+    with torch.no_grad():
+        try:
+            for head, state in twin.states(_to_meta(inputs)):
+                head(state)
+                cumulative.append(sum(counts))
+        except RuntimeError as error:
+            raise InputError(f"the net cannot take inputs of shape {input_shape or '`example_inputs`'}: {error}") from None
+    for hook in hooks:
+        hook.remove()
+    return cumulative
+
+
+def parameters(net: MultiExitNet) -> list[int]:
+    """Number of parameters up to each exit, earlier heads included."""
+    totals, total = [], 0
+    for stage, head in zip(net.stages, net.heads, strict=True):
+        total += sum(p.numel() for module in (stage, head) for p in module.parameters())
+        totals.append(total)
+    return totals
+
+
+def _to_meta(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.to("meta")
+    if isinstance(inputs, dict):
+        return {key: _to_meta(value) for key, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(_to_meta(value) for value in inputs)
+    return inputs
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh)
+_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_ADAPTIVE_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+_FREE = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm),
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Embedding),
+)
+
+
+def _count(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+    if isinstance(module, _FREE):
+        return 0
+    if isinstance(module, _CONVOLUTIONS):
+        return int(output.numel() * module.weight[0].numel())
+    if isinstance(module, nn.Linear):
+        return int(output.numel() * (module.in_features + (module.bias is not None)))
+    if isinstance(module, _ACTIVATIONS):
+        return int(output.numel())
+    if isinstance(module, _POOLS):
+        dims = output.dim() - 2
+        kernel = module.kernel_size
+        return int(output.numel() * (prod(kernel) if isinstance(kernel, tuple) else kernel**dims))
+    if isinstance(module, _ADAPTIVE_POOLS):
+        return int(args[0].numel())
+    raise InputError(f"cannot count the MACs of a {type(module).__name__}: no counting rule for it")
+
+
+def laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
+    """The Laplace predictive of one exit on top of the plain one: s(x), then `samples` scaled shifts of the logits."""
+    return 2 * classes * samples + (features + 1) * (features + 2)
+
+
+def naive_laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> float:
+    """The same with a Cholesky factor of every sample's c x c covariance and the bias kept apart."""
+    c, p = classes, features
+    return c**3 / 3 + c**2 * (samples + 1) + c**2 + c * samples + p * (p + 1)
+
+
+def ensemble_macs(classes: int) -> int:
+    """Model-internal ensembling at one exit after the first: weigh, add, normalise."""
+    return 3 * classes
+
+
+def mc_dropout_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
+    """Last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
+    return samples * (features + 1) * classes
+
+
+@dataclass(frozen=True)
+class ExitCost:
+    """Cumulative MACs at one exit under each way of predicting, summed over the exits passed."""
+
+    exit: int
+    parameters: int
+    vanilla: int
+    laplace: float
+    naive_laplace: float
+    ensemble: float  # model-internal ensembling alone
+    ours: float  # Laplace and ensembling together
+    mc_dropout: float
+
+
+def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = SAMPLES) -> list[ExitCost]:
+    """Cost of every exit: each method pays its overhead at every exit on the way."""
+    c = net.num_classes
+    rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
+    counts = zip(macs(net, input_shape), parameters(net), net.exits, strict=True)
+    for k, (vanilla, params, head) in enumerate(counts):
+        p = head.last.in_features
+        laplace += laplace_macs(p, c, samples)
+        naive += naive_laplace_macs(p, c, samples)
+        ensemble += ensemble_macs(c) if k else 0
+        dropout += mc_dropout_macs(p, c, samples)
+        rows.append(
+            ExitCost(
+                exit=k,
+                parameters=params,
+                vanilla=vanilla,
+                laplace=vanilla + laplace,
+                naive_laplace=vanilla + naive,
+                ensemble=vanilla + ensemble,
+                ours=vanilla + laplace + ensemble,
+                mc_dropout=vanilla + dropout,
+            )
+        )
+    return rows
+
+
+def figure_laplace_costs(
+    vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = SAMPLES
+) -> dict[str, list[float]]:
+    """The bars of the paper's cost figure, as the figure computes them.
+
+    The figure multiplies the current exit's overhead by the number of exits passed, where `cost_table` sums each
+    exit's own, and starts from the printed, rounded vanilla costs. The two differ where feature widths differ.
+    """
+    passed = list(enumerate(zip(vanilla, features, strict=True), start=1))
+    return {
+        "vanilla": [cost for _, (cost, _) in passed],
+        "efficient": [cost + k * laplace_macs(p, classes, samples) for k, (cost, p) in passed],
+        "naive": [cost + k * naive_laplace_macs(p, classes, samples) for k, (cost, p) in passed],
+    }

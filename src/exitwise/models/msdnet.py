@@ -1,0 +1,232 @@
+"""Multi-scale dense networks (MSDNet), the backbones of the paper.
+
+The state between layers is a list of feature maps, one per scale, finest first; a layer adds channels to each.
+Scales are dropped on the way, finest first, and the heads read the coarsest one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from exitwise.models.presets import look_up, overrides
+from exitwise.net import Head, MultiExitNet
+
+
+@dataclass(frozen=True)
+class MSDNetConfig:
+    """Everything that defines an MSDNet; a base width of w means w * factors[s] channels at scale s."""
+
+    blocks: tuple[int, ...]  # layers in each block; an exit after each
+    scales: int
+    factors: tuple[int, ...]  # width of each scale relative to the finest, for outputs and bottlenecks alike
+    growth: int
+    channels: int  # base width of the stem
+    image_size: int
+    num_classes: int
+    in_channels: int = 3
+    imagenet_stem: bool = False  # 7x7 stride 2 and max-pooling instead of 3x3
+    head_width: int | None = 128  # None: as wide as the map that the head reads
+    global_pool: bool = False  # pool whatever is left instead of 2x2, for pictures smaller than 32x32
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return (self.in_channels, self.image_size, self.image_size)
+
+    def live_scales(self, layer: int) -> int:
+        """Scales that layer number `layer` (from 1) puts out: one fewer after every interval."""
+        interval = ceil(sum(self.blocks) / self.scales)
+        return self.scales - (layer - 1) // interval
+
+
+def _cifar(blocks: int) -> MSDNetConfig:
+    return MSDNetConfig(
+        blocks=tuple(range(1, blocks + 1)),
+        scales=3,
+        factors=(1, 2, 4),
+        growth=6,
+        channels=16,
+        image_size=32,
+        num_classes=100,
+    )
+
+
+def _imagenet(layers: int, num_classes: int) -> MSDNetConfig:
+    return MSDNetConfig(
+        blocks=(layers,) * 5,
+        scales=4,
+        factors=(1, 2, 4, 4),
+        growth=16,
+        channels=32,
+        image_size=224,
+        num_classes=num_classes,
+        imagenet_stem=True,
+        head_width=None,
+    )
+
+
+def _tiny(image_size: int, in_channels: int, scales: int) -> MSDNetConfig:
+    return MSDNetConfig(
+        blocks=(1, 2, 2),
+        scales=scales,
+        factors=(1, 2, 4)[:scales],
+        growth=4,
+        channels=8,
+        image_size=image_size,
+        num_classes=10,
+        in_channels=in_channels,
+        head_width=32,
+        global_pool=True,
+    )
+
+
+PRESETS: dict[str, MSDNetConfig] = {
+    "cifar100-small": _cifar(4),
+    "cifar100-medium": _cifar(6),
+    "cifar100-large": _cifar(8),
+    "imagenet-small": _imagenet(4, 1000),
+    "imagenet-medium": _imagenet(6, 1000),
+    "imagenet-large": _imagenet(7, 1000),
+    "caltech256-small": _imagenet(4, 257),
+    "caltech256-medium": _imagenet(6, 257),
+    "caltech256-large": _imagenet(7, 257),
+    "tiny-8": _tiny(8, 1, 2),  # 3 exits each; any picture from 8x8 up will do
+    "tiny-16": _tiny(16, 1, 3),
+    "tiny-32": _tiny(32, 3, 3),
+}
+
+
+def build(config: MSDNetConfig) -> MultiExitNet:
+    """The network of a configuration, with PyTorch's default initialisation."""
+    widths = [config.channels * factor for factor in config.factors]
+    stages: list[nn.Module] = []
+    heads: list[Head] = []
+    layer = 0
+    for number, depth in enumerate(config.blocks):
+        modules: list[nn.Module] = [Stem(config)] if number == 0 else []
+        for _ in range(depth):
+            layer += 1
+            dropped = config.live_scales(max(layer - 1, 1)) - config.live_scales(layer)
+            first = config.scales - config.live_scales(layer)  # index of the finest scale that stays
+            modules.append(Layer(widths, config, first, dropped))
+            widths = widths[dropped:]
+            for scale, factor in enumerate(config.factors[first:]):
+                widths[scale] += config.growth * factor
+            if dropped:
+                base = widths[0] // config.factors[first] // 2
+                narrow = [base * factor for factor in config.factors[first:]]
+                modules.append(Transition(widths, narrow))
+                widths = narrow
+        stages.append(nn.Sequential(*modules))
+        heads.append(_head(widths[-1], config))
+    return MultiExitNet(stages, heads)
+
+
+def msdnet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
+    """An untrained MSDNet by its preset's name; `exitwise models` lists the names.
+
+    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
+    """
+    config = look_up(preset, PRESETS)
+    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
+    net = build(replace(config, **changes))
+    net.spec = {"preset": preset, **changes}
+    return net
+
+
+def _conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
+    """Convolution without bias, BatchNorm, ReLU."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
+def _bottleneck(inputs: int, outputs: int, factor: int, stride: int) -> nn.Sequential:
+    """A 1x1 convolution to at most factor * outputs channels, then 3x3."""
+    inner = min(inputs, factor * outputs)
+    return nn.Sequential(*_conv(inputs, inner, kernel=1), *_conv(inner, outputs, stride=stride))
+
+
+def _head(inputs: int, config: MSDNetConfig) -> Head:
+    width = config.head_width or inputs
+    pool = nn.AdaptiveAvgPool2d(1) if config.global_pool else nn.AvgPool2d(2)
+    neck = Neck(
+        nn.Sequential(*_conv(inputs, width, stride=2)), nn.Sequential(*_conv(width, width, stride=2)), pool, nn.Flatten()
+    )
+    return Head(neck, nn.Linear(width, config.num_classes))
+
+
+class Neck(nn.Sequential):
+    """Convolutions and pooling on the coarsest scale."""
+
+    def forward(self, state: list[Tensor]) -> Tensor:
+        features: Tensor = super().forward(state[-1])
+        return features
+
+
+class Stem(nn.Module):
+    """Picture -> one map per scale, each coarser one a strided convolution of the one before."""
+
+    def __init__(self, config: MSDNetConfig) -> None:
+        super().__init__()
+        widths = [config.channels * factor for factor in config.factors]
+        if config.imagenet_stem:
+            conv = nn.Conv2d(config.in_channels, widths[0], 7, stride=2, padding=3)  # with a bias, as in the public code
+            first = [conv, nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
+        else:
+            first = _conv(config.in_channels, widths[0])
+        coarser = (nn.Sequential(*_conv(fine, coarse, stride=2)) for fine, coarse in pairwise(widths))
+        self.scales = nn.ModuleList([nn.Sequential(*first), *coarser])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        state: list[Tensor] = []
+        for scale in self.scales:
+            x = scale(x)
+            state.append(x)
+        return state
+
+
+class Layer(nn.Module):
+    """New channels for every scale from `first` on, from the same scale and the next finer one, put behind the old."""
+
+    def __init__(self, widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> None:
+        super().__init__()
+        self.dropped = dropped
+        self.scales = nn.ModuleList(self._scales(widths, config, first, dropped))
+
+    @staticmethod
+    def _scales(widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> Iterator[nn.Module]:
+        for scale in range(first, config.scales):
+            here = scale - first + dropped  # position among the incoming maps
+            new = config.growth * config.factors[scale]
+            parts = nn.ModuleDict()
+            if here > 0:  # half of the new channels come from the finer map
+                new //= 2
+                parts["down"] = _bottleneck(widths[here - 1], new, config.factors[scale - 1], stride=2)
+            parts["same"] = _bottleneck(widths[here], new, config.factors[scale], stride=1)
+            yield parts
+
+    def forward(self, state: list[Tensor]) -> list[Tensor]:
+        out = []
+        for here, parts in enumerate(self.scales, start=self.dropped):
+            maps = [state[here]]
+            if "down" in parts:
+                maps.append(parts["down"](state[here - 1]))
+            maps.append(parts["same"](state[here]))
+            out.append(torch.cat(maps, dim=1))
+        return out
+
+
+class Transition(nn.Module):
+    """1x1 convolutions that halve every scale's width, where a scale has been dropped."""
+
+    def __init__(self, widths: list[int], narrow: list[int]) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(
+            nn.Sequential(*_conv(wide, slim, kernel=1)) for wide, slim in zip(widths, narrow, strict=True)
+        )
+
+    def forward(self, state: list[Tensor]) -> list[Tensor]:
+        return [scale(x) for scale, x in zip(self.scales, state, strict=True)]

@@ -1,0 +1,39 @@
+"""Presets are data: a name leads to a configuration, and a spec says in a file which preset a net was built from."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Protocol, TypeVar
+
+from exitwise.errors import InputError
+
+
+class Config(Protocol):
+    """What every preset's configuration has."""
+
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def in_channels(self) -> int: ...
+    @property
+    def input_shape(self) -> tuple[int, int, int]: ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+def look_up(preset: str, presets: Mapping[str, C]) -> C:
+    """The configuration of that name, or an error with the nearest one."""
+    if preset not in presets:
+        near = get_close_matches(str(preset), presets, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(presets)}"
+        raise InputError(f"`preset` must be the name of a model, but got {preset!r}; {hint}")
+    return presets[preset]
+
+
+def overrides(config: Config, **values: int | None) -> dict[str, Any]:
+    """Those of `num_classes` and `in_channels` that are given and differ from the preset's, checked."""
+    for name, value in values.items():
+        least = {"num_classes": 2, "in_channels": 1}[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise InputError(f"`{name}` must be a whole number of at least {least}, but got {value!r}")
+    return {name: value for name, value in values.items() if value not in (None, getattr(config, name))}
