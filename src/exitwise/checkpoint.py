@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitwise import files, models
+from exitwise import models, tensorfiles
 from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
 
@@ -32,7 +32,7 @@ _RENAMES = (
 def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
     """The net's weights in our own format, with the spec that rebuilds it."""
     tensors = {key: value.detach().cpu() for key, value in net.state_dict().items()}
-    files.write_tensors(Path(path), tensors, FORMAT, VERSION, {"model": net.spec})
+    tensorfiles.write(Path(path), tensors, FORMAT, VERSION, {"model": net.spec})
 
 
 def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
@@ -54,8 +54,8 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
 def load_net(path: str | Path) -> MultiExitNet:
     """The net of one of our own files, rebuilt by the preset that the file names, in evaluation mode."""
     path = Path(path)
-    _, header = files.read_tensors(path)
-    spec = files.check_format(path, header, FORMAT, VERSION).get("model")
+    _, header = tensorfiles.read(path)
+    spec = tensorfiles.check_format(path, header, FORMAT, VERSION).get("model")
     if not isinstance(spec, dict):
         raise InputError(f"{path} does not say which preset it belongs to; build the net and use load_checkpoint")
     return load_checkpoint(models.rebuild(spec), path).eval()
@@ -71,13 +71,15 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"{path} does not exist")
     if path.suffix == ".safetensors":
-        state: Any = files.read_tensors(path)[0]
+        state: Any = tensorfiles.read(path)[0]
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"{path} is not a checkpoint of plain tensors, and nothing else is read: {reason}") from None
+            raise InputError(
+                f"{path} is not a checkpoint of plain tensors, and nothing else is read: {reason}"
+            ) from None
     for name in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
@@ -96,12 +98,14 @@ def _check_fit(net: MultiExitNet, ours: Mapping[str, Tensor], theirs: Mapping[st
     if unexpected:
         problems.append(f"first unexpected key {unexpected!r}")
     if reshaped:
-        problems.append(f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}")
+        problems.append(
+            f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}"
+        )
     if problems:
         fits = _fitting_preset(theirs)
         name = net.spec["preset"] if net.spec else "the net"
         raise InputError(f"{path} does not fit {name}: {', '.join(problems)}; {fits}")
-    broken = next((key for key, value in theirs.items() if not files.finite(value)), None)
+    broken = next((key for key, value in theirs.items() if not tensorfiles.finite(value)), None)
     if broken:
         raise InputError(f"{path} holds values that are not finite in {broken!r}")
 

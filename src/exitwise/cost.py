@@ -8,7 +8,7 @@ its input elements, a normalisation nothing (it folds into the convolution befor
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -18,32 +18,6 @@ from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
 
 SAMPLES = 50  # Monte Carlo draws in the paper
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Cumulative cost of a sample that leaves at exit k, with its unit ("MACs" or "ms")."""
-
-    values: tuple[float, ...]
-    unit: str = "MACs"
-
-    def __post_init__(self) -> None:
-        values = tuple(float(value) for value in self.values)
-        object.__setattr__(self, "values", values)
-        if not values or not all(isfinite(value) and value > 0 for value in values):
-            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
-        if any(later <= earlier for earlier, later in zip(values, values[1:], strict=False)):
-            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
-        if self.unit not in ("MACs", "ms"):
-            raise InputError(f"`unit` must be 'MACs' or 'ms', but got {self.unit!r}")
-
-    @classmethod
-    def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
-        """Costs as they are, or a plain sequence of cumulative MACs."""
-        return costs if isinstance(costs, Costs) else cls(tuple(costs))
-
-    def __len__(self) -> int:
-        return len(self.values)
 
 
 def macs(
@@ -72,7 +46,9 @@ def macs(
                 head(state)
                 cumulative.append(sum(counts))
         except RuntimeError as error:
-            raise InputError(f"the net cannot take inputs of shape {input_shape or '`example_inputs`'}: {error}") from None
+            raise InputError(
+                f"the net cannot take inputs of shape {input_shape or '`example_inputs`'}: {error}"
+            ) from None
     for hook in hooks:
         hook.remove()
     return cumulative

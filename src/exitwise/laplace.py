@@ -1,7 +1,7 @@
 """The last-layer Laplace approximation at one exit: curvature sums, posterior, and its covariance of the logits.
 
-With phi~ = (phi, 1) the features of a sample and p its softmax, the generalised Gauss-Newton matrix of the last layer is
-approximated by the Kronecker product of A = sum phi~ phi~^T and B = sum (diag(p) - p p^T), in closed form.
+With phi~ = (phi, 1) the features of a sample and p its softmax, the generalised Gauss-Newton matrix of the last layer
+is approximated by the Kronecker product of A = sum phi~ phi~^T and B = sum (diag(p) - p p^T), in closed form.
 
 Three posteriors, with prior variance var0:
 
@@ -14,15 +14,14 @@ Three posteriors, with prior variance var0:
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import Protocol, get_args
-from typing import Literal as _Literal
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from exitwise.errors import InputError
 
-Mode = _Literal["paper", "exact", "naive"]
+Mode = Literal["paper", "exact", "naive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _RATE = 0.95  # of the public code's exponential average
@@ -116,6 +115,11 @@ class Posterior:
     offset: Tensor  # () what the bias adds where it is kept apart
     root: Tensor  # (c, c): the Cholesky factor L of U^-1, or the eigenvectors of B
 
+    def single(self) -> "Posterior":
+        """The same in float32, for predicting."""
+        parts = {name: getattr(self, name).float() for name in ("basis", "inverse", "offset", "root")}
+        return Posterior(self.mode, **parts)
+
     def squares(self, features: Tensor) -> Tensor:
         """(n, q) from features (n, p)."""
         bias = self.basis.shape[0] == features.shape[1] + 1
@@ -155,8 +159,8 @@ class Spectrum:
     def posterior(self, prior_var: float | Tensor) -> Posterior:
         """The posterior under a prior variance, float64; differentiable in it."""
         var0 = torch.as_tensor(prior_var, dtype=torch.float64)
-        if not bool(torch.isfinite(var0)) or float(var0) <= 0:
-            raise InputError(f"`prior_var` must be a positive number, but got {float(var0)}")
+        if not 0 < (value := var0.detach().item()) < float("inf"):
+            raise InputError(f"`prior_var` must be a positive number, but got {value}")
         if self.mode == "exact":
             inverse = 1 / (torch.outer(self._a, self._b) / self.n + 1 / var0)
             return Posterior("exact", self._basis, inverse, torch.zeros_like(var0), self._directions)

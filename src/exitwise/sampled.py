@@ -9,8 +9,8 @@ all samples and draws are then matrix products:
 
     Z = sum_j w_j(t) exp(z) exp(t_j h)^T          n x S, instead of n x S x c exponentials
 
-With a = (half a block's width in t) max|h| / T, the relative error is below a^J / (2^(J-1) J!) e^a. Samples of blocks where
-that passes the tolerance get a node each, and those whose exponentials could overflow take the plain route.
+With a = (half a block's width in t) max|h| / T, the relative error is below a^J / (2^(J-1) J!) e^a. Samples of blocks
+where that passes the tolerance get a node each, and those whose exponentials could overflow take the plain route.
 """
 
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ def sample_logits(logits: Tensor, scale: Tensor, posterior: Posterior, draws: Te
     """All draws (m, S, c) from logits (m, c), the posterior's scale (m,) or (m, c), and standard normals (S, c)."""
     root = posterior.root.to(logits.dtype)
     if posterior.mode == "exact":
-        return logits[:, None] + (scale.sqrt()[:, None] * draws) @ root.T
+        return logits[:, None] + torch.matmul(scale.sqrt()[:, None] * draws, root.T)
     if posterior.mode == "naive":  # as costly as it is named: a factorisation per sample
-        covariance = scale[:, None, None] * (root @ root.T)
-        return logits[:, None] + draws @ torch.linalg.cholesky(covariance).mT
+        covariance = scale[:, None, None].double() * (posterior.root @ posterior.root.T).double()
+        return logits[:, None] + draws @ torch.linalg.cholesky(covariance).to(logits.dtype).mT
     return logits[:, None] + scale.sqrt()[:, None, None] * (draws @ root.T)
 
 
@@ -126,8 +126,10 @@ class _Nodes:
 
     def normalisers(self, exp_logits: Tensor, exp_shifts: Tensor) -> Tensor:
         """Z (b, m, S) from exp(z / T) (b, m, c) and the exponentials at the nodes."""
-        at_nodes = torch.bmm(exp_logits, exp_shifts.flatten(1, 2).mT).unflatten(2, exp_shifts.shape[1:3])
-        return (at_nodes * self.weights[..., None]).sum(dim=2)
+        at_nodes = torch.bmm(exp_logits, exp_shifts.flatten(1, 2).mT).reshape(
+            *exp_logits.shape[:2], *exp_shifts.shape[1:3]
+        )
+        return torch.sum(at_nodes * self.weights[..., None], dim=2)
 
 
 def _parts(blocks: int, run: slice) -> list[tuple[slice, bool]]:
@@ -174,7 +176,9 @@ def grid_log_true(
     return joined.reshape(len(temperatures), len(t), -1)
 
 
-def _true_ratios(exp_z: Tensor, true_shifts: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
+def _true_ratios(
+    exp_z: Tensor, true_shifts: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float | Tensor
+) -> Tensor:
     """log (1/S) sum_l exp(t h_y / T) / Z_l (b, m): what the draws change in log p(true label)."""
     normalisers = nodes.normalisers(exp_z, nodes.exponentials(shifts, temperature))
     return ((true_shifts / temperature).exp() / normalisers).mean(dim=2).log()
@@ -188,7 +192,7 @@ def _true_ratios_each(
     rows = []
     for part in chunks(len(z), shifts.numel()):
         z_part, t_part, y = z[part], t[part], labels[part]
-        if float(t_part.detach().max()) * largest / float(temperature) <= _REACH:
+        if float(t_part.detach().max()) * largest / float(torch.as_tensor(temperature).detach()) <= _REACH:
             true_shifts = (t_part[:, None] * shifts.T[y])[:, None]
             exp_z = (z_part / temperature).exp()[:, None]
             rows.append(_true_ratios(exp_z, true_shifts, _Nodes.exactly(t_part), shifts, temperature).flatten())

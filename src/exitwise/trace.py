@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitwise import files
-from exitwise.cost import Costs
+from exitwise import tensorfiles
+from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Curvature
 
@@ -87,23 +87,27 @@ class Trace:
             if split.index is not None:
                 tensors[f"{name}.index"] = split.index
         for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=True)):
-            tensors |= {f"head.{k}.weight": head.weight, f"curvature.{k}.A": curvature.A, f"curvature.{k}.B": curvature.B}
+            tensors |= {
+                f"head.{k}.weight": head.weight,
+                f"curvature.{k}.A": curvature.A,
+                f"curvature.{k}.B": curvature.B,
+            }
             if head.bias is not None:
                 tensors[f"head.{k}.bias"] = head.bias
-        overflown = next((key for key, value in tensors.items() if not files.finite(value)), None)
+        overflown = next((key for key, value in tensors.items() if not tensorfiles.finite(value)), None)
         if overflown:
             raise InputError(f"{overflown} holds values beyond float16; save the trace as float32")
-        metadata = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
+        metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
         metadata |= {"unit": self.costs.unit} if self.costs.unit != "MACs" else {}
         given = {key: value for key, value in metadata.items() if value is not None}
-        files.write_tensors(Path(path), tensors, FORMAT, VERSION, given)
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, given)
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
         """Read and check a trace; every way in which it may be broken is an `InputError` that names the file."""
         path = Path(path)
-        tensors, header = files.read_tensors(path)
-        metadata = files.check_format(path, header, FORMAT, VERSION)
+        tensors, header = tensorfiles.read(path)
+        metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
         try:
             return cls._from_tensors(tensors, metadata)
         except KeyError as error:
@@ -127,10 +131,10 @@ class Trace:
         return cls(
             val=split("val"),
             test=split("test") if "test.labels" in tensors else None,
-            heads=tuple(
-                HeadWeights(tensors[f"head.{k}.weight"], tensors.get(f"head.{k}.bias")) for k in range(exits)
+            heads=tuple(HeadWeights(tensors[f"head.{k}.weight"], tensors.get(f"head.{k}.bias")) for k in range(exits)),
+            curvature=tuple(
+                Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits)
             ),
-            curvature=tuple(Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits)),
             costs=Costs(tuple(tensors["costs"].tolist()), metadata.get("unit", "MACs")),
             classes=_names(metadata.get("classes")),
             model=_model(metadata.get("model")),
@@ -141,7 +145,7 @@ class Trace:
         """What is wrong, in words; nothing for a good trace."""
         exits = len(self.heads)
         if not len(self.curvature) == len(self.costs) == exits:
-            yield f"{exits} heads, {len(self.curvature)} curvatures and {len(self.costs)} costs, one of each per exit expected"
+            yield f"{exits} heads, {len(self.curvature)} curvatures, {len(self.costs)} costs: one of each per exit wanted"
         c = len(self.heads[0].weight)
         for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=False)):
             yield from self._exit_problems(k, head, curvature, c)
@@ -167,7 +171,7 @@ class Trace:
                 yield f"{name} must have shape {size}, but has {tuple(tensor.shape)}"
             if not tensor.is_floating_point():
                 yield f"{name} must hold floating-point numbers, but holds {tensor.dtype}"
-            if not files.finite(tensor):
+            if not tensorfiles.finite(tensor):
                 yield f"{name} holds values that are not finite"
         for name, factor in (("A", curvature.A), ("B", curvature.B)):
             if not torch.allclose(factor, factor.T, rtol=1e-4, atol=1e-6 * float(factor.abs().max())):
@@ -176,7 +180,8 @@ class Trace:
     def _split_problems(self, name: str, split: Split, c: int) -> Iterator[str]:
         n = len(split.labels)
         if split.labels.dim() != 1 or split.labels.dtype != torch.int64 or n == 0:
-            yield f"{name}.labels must be a non-empty row of int64, but is {split.labels.dtype} {tuple(split.labels.shape)}"
+            found = f"{split.labels.dtype} {tuple(split.labels.shape)}"
+            yield f"{name}.labels must be a non-empty row of int64, but is {found}"
         low, high = int(split.labels.min()), int(split.labels.max())
         if low < 0 or high >= c:
             yield f"{name}.labels must lie in 0..{c - 1}, but reach from {low} to {high}"
@@ -190,7 +195,7 @@ class Trace:
                 yield f"{name}.features.{k} must have shape {size}, but has {tuple(features.shape)}"
             if features.dtype not in (torch.float16, torch.float32, torch.float64):
                 yield f"{name}.features.{k} must be float16 or float32, but is {features.dtype}"
-            if not files.finite(features):
+            if not tensorfiles.finite(features):
                 where = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
                 yield f"{name}.features.{k} holds a value that is not finite, first in sample {where}"
 

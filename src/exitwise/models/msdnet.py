@@ -4,7 +4,6 @@ The state between layers is a list of feature maps, one per scale, finest first;
 Scales are dropped on the way, finest first, and the heads read the coarsest one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -153,7 +152,10 @@ def _head(inputs: int, config: MSDNetConfig) -> Head:
     width = config.head_width or inputs
     pool = nn.AdaptiveAvgPool2d(1) if config.global_pool else nn.AvgPool2d(2)
     neck = Neck(
-        nn.Sequential(*_conv(inputs, width, stride=2)), nn.Sequential(*_conv(width, width, stride=2)), pool, nn.Flatten()
+        nn.Sequential(*_conv(inputs, width, stride=2)),
+        nn.Sequential(*_conv(width, width, stride=2)),
+        pool,
+        nn.Flatten(),
     )
     return Head(neck, nn.Linear(width, config.num_classes))
 
@@ -162,7 +164,7 @@ class Neck(nn.Sequential):
     """Convolutions and pooling on the coarsest scale."""
 
     def forward(self, state: list[Tensor]) -> Tensor:
-        features: Tensor = super().forward(state[-1])
+        features: Tensor = super().forward(state[-1])  # type: ignore[no-untyped-call]
         return features
 
 
@@ -173,7 +175,9 @@ class Stem(nn.Module):
         super().__init__()
         widths = [config.channels * factor for factor in config.factors]
         if config.imagenet_stem:
-            conv = nn.Conv2d(config.in_channels, widths[0], 7, stride=2, padding=3)  # with a bias, as in the public code
+            conv = nn.Conv2d(
+                config.in_channels, widths[0], 7, stride=2, padding=3
+            )  # with a bias, as in the public code
             first = [conv, nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
         else:
             first = _conv(config.in_channels, widths[0])
@@ -188,35 +192,35 @@ class Stem(nn.Module):
         return state
 
 
+class Growth(nn.Module):
+    """New channels for one scale, put behind the old: half of them from the next finer map, where there is one."""
+
+    def __init__(self, finer: int | None, width: int, new: int, factors: tuple[int, int]) -> None:
+        super().__init__()
+        self.down = None if finer is None else _bottleneck(finer, new // 2, factors[0], stride=2)
+        self.same = _bottleneck(width, new if finer is None else new // 2, factors[1], stride=1)
+
+    def forward(self, finer: Tensor | None, here: Tensor) -> Tensor:
+        new = [] if self.down is None else [self.down(finer)]
+        return torch.cat([here, *new, self.same(here)], dim=1)
+
+
 class Layer(nn.Module):
-    """New channels for every scale from `first` on, from the same scale and the next finer one, put behind the old."""
+    """Growth at every scale from `first` on; the finest incoming map may be read once more and dropped."""
 
     def __init__(self, widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> None:
         super().__init__()
         self.dropped = dropped
-        self.scales = nn.ModuleList(self._scales(widths, config, first, dropped))
-
-    @staticmethod
-    def _scales(widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> Iterator[nn.Module]:
-        for scale in range(first, config.scales):
-            here = scale - first + dropped  # position among the incoming maps
-            new = config.growth * config.factors[scale]
-            parts = nn.ModuleDict()
-            if here > 0:  # half of the new channels come from the finer map
-                new //= 2
-                parts["down"] = _bottleneck(widths[here - 1], new, config.factors[scale - 1], stride=2)
-            parts["same"] = _bottleneck(widths[here], new, config.factors[scale], stride=1)
-            yield parts
+        self.scales = nn.ModuleList()
+        for here in range(dropped, len(widths)):  # position among the incoming maps
+            scale = first - dropped + here
+            finer = widths[here - 1] if here else None
+            factors = (config.factors[max(scale - 1, 0)], config.factors[scale])
+            self.scales.append(Growth(finer, widths[here], config.growth * config.factors[scale], factors))
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
-        out = []
-        for here, parts in enumerate(self.scales, start=self.dropped):
-            maps = [state[here]]
-            if "down" in parts:
-                maps.append(parts["down"](state[here - 1]))
-            maps.append(parts["same"](state[here]))
-            out.append(torch.cat(maps, dim=1))
-        return out
+        finer = [None, *state]
+        return [grow(finer[here], state[here]) for here, grow in enumerate(self.scales, start=self.dropped)]
 
 
 class Transition(nn.Module):

@@ -1,6 +1,6 @@
 """One pass of the net over each split: features of val and test are kept, of train only the curvature sums."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from exitwise import models
-from exitwise.cost import Costs, macs
+from exitwise.cost import macs
+from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
 from exitwise.net import MultiExitNet
@@ -40,8 +41,8 @@ def collect(
     """Run the net over loaders of (images, labels) and keep what calibration needs.
 
     A loader may also give (images, labels, index), index being each sample's position in the data set. Train must come
-    without augmentation. Memory does not grow with the train set. `costs` are counted in MACs on the first batch's shape
-    unless given; `budget_range` defaults to the paper's for the net's preset. `curvature="average"` is the public code's
+    without augmentation. Memory does not grow with the train set. Unless given, `costs` are counted in MACs for
+    inputs of train's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the public code's
     exponential average, for comparison. The net's device and mode are left as they were.
     """
     if curvature not in _ACCUMULATORS:
@@ -68,7 +69,7 @@ def _inference(net: MultiExitNet) -> Any:
     modes = {module: module.training for module in net.modules()}
     net.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield
     finally:
         for module, mode in modes.items():
@@ -82,11 +83,13 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
     done = 0
     for batch in loader:
         if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
-            raise InputError(f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}")
+            raise InputError(
+                f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
+            )
         images, labels = batch[0], torch.as_tensor(batch[1]).cpu().long()
         if labels.dim() != 1 or len(images) != len(labels):
             raise InputError(
-                f"`{name}` must give one label per image, but gave {len(images)} images and labels {tuple(labels.shape)}"
+                f"`{name}` must give one label per image, but gave {len(images)} and labels {tuple(labels.shape)}"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
             raise InputError(
@@ -104,7 +107,7 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
 
 def _total(loader: Iterable[Batch]) -> int | None:
     dataset = getattr(loader, "dataset", None)
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) -> list[Tensor]:

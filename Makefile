@@ -1,0 +1,37 @@
+# Each target sets up what it needs; a second call finds it done.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+DEMO_RUN ?= runs/demo
+
+.PHONY: demo test lint types tests benchmark clean
+
+demo: .venv/core.ready
+	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
+
+test: lint types tests
+
+lint: .venv/dev.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.ready
+	$(BIN)/mypy
+
+tests: .venv/dev.ready
+	$(BIN)/pytest
+
+# Alone on the machine: about ten minutes.
+benchmark: .venv/dev.ready
+	$(BIN)/python benchmarks/method.py
+
+.venv/core.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/dev.ready: .venv/core.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

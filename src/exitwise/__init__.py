@@ -1,0 +1,83 @@
+"""exitwise: early-exit networks that can be trusted under a compute budget."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from exitwise import metrics as metrics
+    from exitwise import models as models
+    from exitwise import zoo as zoo
+    from exitwise.calibration import METHODS as METHODS
+    from exitwise.calibration import Calibration as Calibration
+    from exitwise.calibration import Method as Method
+    from exitwise.checkpoint import load_checkpoint as load_checkpoint
+    from exitwise.checkpoint import load_net as load_net
+    from exitwise.checkpoint import save_checkpoint as save_checkpoint
+    from exitwise.collector import collect as collect
+    from exitwise.cost import macs as macs
+    from exitwise.costs import Costs as Costs
+    from exitwise.errors import InputError as InputError
+    from exitwise.evaluation import BudgetCurve as BudgetCurve
+    from exitwise.evaluation import Evaluation as Evaluation
+    from exitwise.evaluation import budget_curve as budget_curve
+    from exitwise.evaluation import evaluate as evaluate
+    from exitwise.net import Head as Head
+    from exitwise.net import MultiExitNet as MultiExitNet
+    from exitwise.policy import Policy as Policy
+    from exitwise.policy import fit_policy as fit_policy
+    from exitwise.policy import sweep as sweep
+    from exitwise.predictions import Predictions as Predictions
+    from exitwise.tables import Table as Table
+    from exitwise.tables import ablation as ablation
+    from exitwise.tables import decision_experiment as decision_experiment
+    from exitwise.trace import Split as Split
+    from exitwise.trace import Trace as Trace
+    from exitwise.tune import calibrate as calibrate
+
+# Public names and where they live, imported when first used: policies and predictions work where torch is absent.
+# No module has the name of a function in it, or importing that module would hide the function.
+_HOMES = {
+    "METHODS": "calibration",
+    "BudgetCurve": "evaluation",
+    "Calibration": "calibration",
+    "Costs": "costs",
+    "Evaluation": "evaluation",
+    "Head": "net",
+    "InputError": "errors",
+    "Method": "calibration",
+    "MultiExitNet": "net",
+    "Policy": "policy",
+    "Predictions": "predictions",
+    "Split": "trace",
+    "Table": "tables",
+    "Trace": "trace",
+    "ablation": "tables",
+    "budget_curve": "evaluation",
+    "calibrate": "tune",
+    "collect": "collector",
+    "decision_experiment": "tables",
+    "evaluate": "evaluation",
+    "fit_policy": "policy",
+    "load_checkpoint": "checkpoint",
+    "load_net": "checkpoint",
+    "macs": "cost",
+    "save_checkpoint": "checkpoint",
+    "sweep": "policy",
+}
+_MODULES = ("metrics", "models", "zoo")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"exitwise.{name}")
+    if name in _HOMES:
+        return getattr(import_module(f"exitwise.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'exitwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,314 @@
+"""Methods, the twelve rows of the paper's ablation, and what a net says that was calibrated by one of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from itertools import product
+from math import log
+from pathlib import Path
+from re import sub
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exitwise import tensorfiles
+from exitwise.errors import InputError
+from exitwise.laplace import MODES, Mode, Posterior, Spectrum
+from exitwise.predictions import Array, ExitPrediction, Predictions
+from exitwise.sampled import chunks, log_mean_softmax, mean_log_probs, sample_logits
+from exitwise.trace import HeadWeights, Split, Trace
+
+FORMAT, VERSION = "exitwise.calibration", 1
+SAMPLES = 50
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the ablation: which parts of the method are switched on."""
+
+    laplace: bool = True
+    ensemble: Literal["mie"] | None = "mie"
+    tune_temperature: bool = True
+    tune_prior: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ensemble not in (None, "mie"):
+            raise InputError(f"`ensemble` must be None or 'mie', but got {self.ensemble!r}")
+        if self.tune_prior and not self.laplace:
+            raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
+
+    @property
+    def name(self) -> str:
+        """The paper's name."""
+        parts = {"MIE": self.ensemble, "Laplace": self.laplace}
+        parts |= {"T_opt": self.tune_temperature, "sigma_opt": self.tune_prior}
+        return " ".join(name for name, on in parts.items() if on) or "MSDNet (vanilla)"
+
+    @property
+    def slug(self) -> str:
+        """The name as a file name."""
+        return sub(r"[^a-z0-9_]+", "-", self.name.lower()).strip("-")
+
+
+def _all_methods() -> Iterator[Method]:
+    for ensemble, laplace in product((None, "mie"), (False, True)):
+        for tune_prior, tune_temperature in product((False, True) if laplace else (False,), (False, True)):
+            yield Method(laplace, ensemble, tune_temperature, tune_prior)  # type: ignore[arg-type]
+
+
+METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods()}
+VANILLA = "MSDNet (vanilla)"
+OURS = "MIE Laplace T_opt sigma_opt"
+
+
+def method_named(name: str) -> Method:
+    """A method by the paper's name or by its slug, whatever the case."""
+    by_slug = {method.slug: method for method in METHODS.values()}
+    slug = sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
+    if slug not in by_slug:
+        near = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
+        hint = f"did you mean {by_slug[near[0]].name!r}?" if near else f"known are {', '.join(map(repr, METHODS))}"
+        raise InputError(f"`method` must be one of the twelve, but got {name!r}; {hint}")
+    return by_slug[slug]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibratedExit:
+    """One exit's last layer with its temperature and, with Laplace, its posterior; it knows nothing of other exits."""
+
+    head: HeadWeights
+    temperature: float
+    prior_var: float
+    posterior: Posterior | None = None
+    draws: Tensor | None = None  # (S, c)
+
+    def log_probs(self, features: Tensor) -> Tensor:
+        """(n, c) from features (n, p), float32."""
+        features = features.float()
+        logits = self.head.logits(features)
+        if self.posterior is None or self.draws is None:
+            return (logits / self.temperature).log_softmax(dim=1)
+        if self.posterior.mode == "paper":
+            shifts = self.draws @ self.posterior.root.to(self.draws.dtype).T
+            return mean_log_probs(logits, self.posterior.scale(features).sqrt(), shifts, self.temperature)
+        return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled(features)])
+
+    def class_probs(self, features: Tensor, classes: Tensor) -> Tensor:
+        """(j, n, S): the probability that every draw gives to classes (j, n), j choices of one per sample."""
+        parts = []
+        for part, z in self._sampled(features.float()):
+            chosen = classes[:, part, None].permute(1, 2, 0).expand(-1, z.shape[1], -1)  # (m, S, j)
+            log_z = (z / self.temperature).logsumexp(dim=2, keepdim=True)
+            parts.append((z.gather(2, chosen) / self.temperature - log_z).exp().permute(2, 0, 1))
+        return torch.cat(parts, dim=1)
+
+    def _sampled(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Sampled logits (m, S, c), chunk by chunk."""
+        if self.posterior is None or self.draws is None:
+            raise InputError("without Laplace there are no draws")
+        size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
+        for part in chunks(len(features), size):
+            logits, scale = self.head.logits(features[part]), self.posterior.scale(features[part])
+            yield part, sample_logits(logits, scale, self.posterior, self.draws)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The search at one exit: validation NLPD (T, V), temperatures outer, prior variances inner."""
+
+    temperatures: tuple[float, ...]
+    prior_vars: tuple[float, ...]
+    nlpd: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What is applied at every exit of a net, tuned on the validation split; `predict` applies it to features."""
+
+    method: Method
+    mode: Mode
+    exits: tuple[CalibratedExit, ...]
+    weights: tuple[float, ...] | None  # of the ensemble: the cost up to each exit
+    val_nlpd: tuple[float, ...]  # at the chosen point, of the ensemble where there is one
+    grids: tuple[Grid, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # seed, samples, search: how it was made
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        return tuple(exit.temperature for exit in self.exits)
+
+    @property
+    def prior_vars(self) -> tuple[float, ...]:
+        return tuple(exit.prior_var for exit in self.exits)
+
+    @property
+    def draws(self) -> Tensor | None:
+        return self.exits[0].draws
+
+    def __repr__(self) -> str:
+        temperatures = ", ".join(f"{t:.3g}" for t in self.temperatures)
+        prior = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
+        return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{prior})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "method": self.method.name,
+            "mode": self.mode,
+            "temperatures": list(self.temperatures),
+            "prior_vars": list(self.prior_vars) if self.method.laplace else None,
+            "ensemble_weights": list(self.weights) if self.weights else None,
+            "val_nlpd": list(self.val_nlpd),
+            **self.settings,
+        }
+
+    def predict(self, split: Split | Sequence[Tensor]) -> Predictions:
+        """Predictions on a split of a trace, or on K plain tensors of features (n, p_k)."""
+        features = tuple(split.features if isinstance(split, Split) else split)
+        if len(features) != len(self.exits):
+            raise InputError(f"`split` must have features of {len(self.exits)} exits, but has {len(features)}")
+        for k, (x, exit) in enumerate(zip(features, self.exits, strict=True)):
+            if x.dim() != 2 or x.shape[1] != exit.head.weight.shape[1] or len(x) != len(features[0]):
+                expected = (len(features[0]), exit.head.weight.shape[1])
+                raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
+        shape = (len(features), len(features[0]), len(self.exits[0].head.weight))
+        variance = (lambda classes: self._variance(features, classes)) if self.method.laplace else None
+        return Predictions(shape, lambda: self._exits(features), variance)
+
+    def _exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
+        said: Tensor | None = None
+        with torch.no_grad():
+            for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
+                said = ensemble(k, exit.log_probs(x), said, self.weights)
+                yield ExitPrediction.from_log_probs(said.numpy())
+
+    def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
+        """(K, n): variance over draws of p(class) at each exit, of the ensemble where there is one; classes (K, n)."""
+        chosen = torch.from_numpy(classes)
+        probs: list[Tensor] = []
+        with torch.no_grad():
+            for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
+                if self.weights is None:
+                    probs.append(exit.class_probs(x, chosen[k : k + 1])[0])
+                    continue
+                # Draws are shared by all exits, so that draw l of the ensemble is the mean of every exit's draw l.
+                later = exit.class_probs(x, chosen[k:])
+                probs += [torch.zeros_like(row) for row in later] if k == 0 else []
+                for j, row in enumerate(later, start=k):
+                    probs[j] += row * (self.weights[k] / sum(self.weights[: j + 1]))
+        return np.stack([row.var(dim=1, correction=0).numpy() for row in probs])
+
+    def save(self, path: str | Path) -> None:
+        tensors: dict[str, Tensor] = {} if self.draws is None else {"draws": self.draws}
+        tensors["temperatures"] = torch.tensor(self.temperatures, dtype=torch.float64)
+        tensors["prior_vars"] = torch.tensor(self.prior_vars, dtype=torch.float64)
+        tensors["val_nlpd"] = torch.tensor(self.val_nlpd, dtype=torch.float64)
+        if self.weights is not None:
+            tensors["weights"] = torch.tensor(self.weights, dtype=torch.float64)
+        for k, exit in enumerate(self.exits):
+            parts = {"weight": exit.head.weight, "bias": exit.head.bias}
+            if exit.posterior is not None:
+                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR}
+            tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
+        metadata = {
+            "method": asdict(self.method),
+            "mode": self.mode,
+            "settings": dict(self.settings),
+            "grids": [asdict(grid) for grid in self.grids],
+        }
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        path = Path(path)
+        tensors, header = tensorfiles.read(path)
+        metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
+        broken = next((key for key, value in tensors.items() if not tensorfiles.finite(value)), None)
+        if broken:
+            raise InputError(f"{path}: {broken} holds values that are not finite")
+        try:
+            return cls._from_tensors(tensors, metadata)
+        except KeyError as error:
+            raise InputError(f"{path} lacks {error.args[0]!r}") from None
+        except (TypeError, InputError) as error:
+            raise InputError(f"{path} is not a usable calibration: {error}") from None
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":
+        method, mode = Method(**metadata["method"]), metadata["mode"]
+        if mode not in MODES:
+            raise InputError(f"mode must be one of {', '.join(MODES)}, but is {mode!r}")
+        temperatures, prior_vars = tensors["temperatures"].tolist(), tensors["prior_vars"].tolist()
+        draws = tensors["draws"] if method.laplace else None
+        exits = []
+        for k, (temperature, prior_var) in enumerate(zip(temperatures, prior_vars, strict=True)):
+            head = HeadWeights(tensors[f"exit.{k}.weight"], tensors.get(f"exit.{k}.bias"))
+            posterior = Posterior(mode, **{p: tensors[f"exit.{k}.{p}"] for p in _POSTERIOR}) if method.laplace else None
+            exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws))
+            _check_exit(k, exits[-1], len(exits[0].head.weight))
+        grids = (Grid(**{key: _tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
+        return cls(
+            method=method,
+            mode=mode,
+            exits=tuple(exits),
+            weights=tuple(tensors["weights"].tolist()) if method.ensemble else None,
+            val_nlpd=tuple(tensors["val_nlpd"].tolist()),
+            grids=tuple(grids),
+            settings=metadata["settings"],
+        )
+
+
+_POSTERIOR = ("basis", "inverse", "offset", "root")
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _check_exit(k: int, exit: CalibratedExit, c: int) -> None:
+    weight = exit.head.weight
+    shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {"weight": (weight, (c, weight.shape[-1]))}
+    if exit.head.bias is not None:
+        shapes["bias"] = (exit.head.bias, (c,))
+    if exit.posterior is not None and exit.draws is not None:
+        q = len(exit.posterior.basis)
+        if q - weight.shape[-1] not in (0, 1):
+            raise InputError(f"exit.{k}.basis has {q} rows for {weight.shape[-1]} features")
+        shapes["basis"] = (exit.posterior.basis, (q, q))
+        shapes["inverse"] = (exit.posterior.inverse, (q, c) if exit.posterior.mode == "exact" else (q,))
+        shapes["root"] = (exit.posterior.root, (c, c))
+        shapes["draws"] = (exit.draws, (len(exit.draws), c))
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise InputError(f"{name} of exit {k} must have shape {shape}, but has {tuple(tensor.shape)}")
+    if exit.temperature <= 0:
+        raise InputError(f"the temperature of exit {k} must be positive, but is {exit.temperature}")
+
+
+def ensemble(k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None) -> Tensor:
+    """Model-internal ensembling, one exit further: log p_ens_k from exit k's own log p_k and log p_ens_(k-1)."""
+    if weights is None or earlier is None:
+        return log_probs
+    before, here = sum(weights[:k]), weights[k]
+    total = before + here
+    return torch.logaddexp(earlier + log(before / total), log_probs + log(here / total))
+
+
+def standard_normals(samples: int, classes: int, seed: int | torch.Generator) -> Tensor:
+    """Draws (S, c), shared by all exits, splits and grid points."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise InputError(f"`samples` must be a whole number of at least 1, but got {samples!r}")
+    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    return torch.randn(samples, classes, generator=generator)
+
+
+def spectra(trace: Trace, mode: Mode) -> list[Spectrum]:
+    """Eigendecompositions of every exit's curvature."""
+    found = []
+    for k, (head, curvature) in enumerate(zip(trace.heads, trace.curvature, strict=True)):
+        try:
+            found.append(Spectrum(curvature, mode, bias=head.bias is not None))
+        except InputError as error:
+            raise InputError(f"exit {k}: {error}") from None
+    return found

@@ -1,0 +1,34 @@
+"""Costs with their unit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+
+from exitwise.errors import InputError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cumulative cost of a sample that leaves at exit k, with its unit ("MACs" or "ms")."""
+
+    values: tuple[float, ...]
+    unit: str = "MACs"
+
+    def __post_init__(self) -> None:
+        values = tuple(float(value) for value in self.values)
+        object.__setattr__(self, "values", values)
+        if not values or not all(isfinite(value) and value > 0 for value in values):
+            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
+        if any(later <= earlier for earlier, later in pairwise(values)):
+            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
+        if self.unit not in ("MACs", "ms"):
+            raise InputError(f"`unit` must be 'MACs' or 'ms', but got {self.unit!r}")
+
+    @classmethod
+    def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
+        """Costs as they are, or a plain sequence of cumulative MACs."""
+        return costs if isinstance(costs, Costs) else cls(tuple(costs))
+
+    def __len__(self) -> int:
+        return len(self.values)

@@ -1,0 +1,167 @@
+"""Budgeted batch classification: what a policy costs and what it gets, at one budget or along the whole curve."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from exitwise import metrics
+from exitwise.costs import Costs
+from exitwise.errors import InputError
+from exitwise.policy import Policy, scores
+from exitwise.predictions import Array, Predictions
+from exitwise.results import Result
+
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Metrics(Result):
+    """How good one set of predictions is; accuracies are fractions."""
+
+    top1: float
+    top5: float
+    nlpd: float
+    ece: float
+    brier: float
+    adaptive_ece: float
+    auroc: float  # of telling right from wrong by confidence; NaN where all are right or all wrong
+    aurc: float
+
+    def __repr__(self) -> str:
+        return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%}, NLPD {self.nlpd:.4f}, ECE {self.ece:.4f}"
+
+
+@dataclass(frozen=True)
+class Evaluation(Metrics):
+    """The same at the exits that a policy chooses, with the mean cost, and every exit's own metrics beside it."""
+
+    cost: float
+    unit: str
+    samples: int
+    exit_shares: tuple[float, ...]
+    per_exit: tuple[Metrics, ...]
+
+    def __repr__(self) -> str:
+        shares = " ".join(f"{share:.1%}" for share in self.exit_shares)
+        return f"Evaluation({super().__repr__()}, cost {self.cost:.4g} {self.unit}, exit shares {shares})"
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """What came out for every exit and sample, all arrays (K, n)."""
+
+    confidence: Array
+    rank: Array  # of the true label; 0 is right
+    log_true: Array
+    brier: Array
+
+    @classmethod
+    def of(cls, preds: Predictions, labels: Array) -> "Outcomes":
+        """One walk through the exits."""
+        rows = [
+            (
+                exit.probs.max(axis=1),
+                metrics.rank(exit.log_probs, labels),
+                metrics.log_true(exit.log_probs, labels),
+                metrics.brier(exit.probs, labels),
+            )
+            for exit in preds.exits()
+        ]
+        return cls(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+    def metrics(self, exits: Array | int) -> dict[str, float]:
+        """At one exit, or at each sample's own (n,)."""
+        at = (exits, np.arange(self.confidence.shape[1])) if isinstance(exits, np.ndarray) else (exits, slice(None))
+        confidence, rank = self.confidence[at], self.rank[at]
+        correct = rank == 0
+        return {
+            "top1": float(correct.mean()),
+            "top5": float((rank < TOP).mean()),
+            "nlpd": -float(self.log_true[at].mean(dtype=np.float64)),
+            "ece": metrics.ece(confidence, correct),
+            "brier": float(self.brier[at].mean(dtype=np.float64)),
+            **metrics.ranking_metrics(confidence, correct),
+        }
+
+
+@dataclass(frozen=True)
+class BudgetCurve(Result):
+    """Evaluations of a family of policies, cheapest first."""
+
+    points: tuple[Evaluation, ...]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self) -> Iterator[Evaluation]:
+        return iter(self.points)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [record for point in self.points for record in point._records()]
+
+    def mean(self, low: float, high: float) -> dict[str, float]:
+        """Every metric averaged over costs from `low` to `high`: linear between the points, constant beyond them."""
+        if not 0 <= low < high:
+            raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
+        cost = np.array([point.cost for point in self.points])
+        knots = np.concatenate([[low], cost[(cost > low) & (cost < high)], [high]])
+        names = [field.name for field in fields(Metrics)]
+        values = {name: np.interp(knots, cost, [getattr(point, name) for point in self.points]) for name in names}
+        return {name: float(np.trapezoid(value, knots) / (high - low)) for name, value in values.items()}
+
+
+def evaluate(
+    preds: Any,
+    *,
+    labels: Any,
+    policy: Policy,
+    costs: Costs | Sequence[float],
+    decide_with: Any = None,
+) -> Evaluation:
+    """Metrics at the exits that `policy` chooses, at every exit, and the mean cost.
+
+    With `decide_with`, other predictions on the same samples choose the exits: the paper's decision experiment.
+    """
+    return budget_curve(preds, labels=labels, policies=[policy], costs=costs, decide_with=decide_with).points[0]
+
+
+def budget_curve(
+    preds: Any,
+    *,
+    labels: Any,
+    policies: Sequence[Policy],
+    costs: Costs | Sequence[float],
+    decide_with: Any = None,
+) -> BudgetCurve:
+    """`evaluate` for many policies, with what they share computed once."""
+    preds = Predictions.of(preds)
+    decider = preds if decide_with is None else Predictions.of(decide_with)
+    if decider.shape[:2] != preds.shape[:2]:
+        raise InputError(
+            f"`decide_with` must have the exits and samples of `preds`, {preds.shape[:2]}, but has {decider.shape[:2]}"
+        )
+    exits, samples, classes = preds.shape
+    costs = Costs.of(costs)
+    if len(costs) != exits:
+        raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
+    outcomes = Outcomes.of(preds, metrics.check_labels(labels, samples, classes))
+    per_exit = tuple(Metrics(**outcomes.metrics(k)) for k in range(exits))
+    points = []
+    for policy in policies:
+        if policy.unit != costs.unit:
+            raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
+        chosen = policy.exits_by(scores(decider, policy.score))
+        shares = np.bincount(chosen, minlength=exits) / samples
+        points.append(
+            Evaluation(
+                **outcomes.metrics(chosen),
+                cost=float(shares @ np.asarray(costs.values)),
+                unit=costs.unit,
+                samples=samples,
+                exit_shares=tuple(map(float, shares)),
+                per_exit=per_exit,
+            )
+        )
+    return BudgetCurve(tuple(sorted(points, key=lambda point: point.cost)))

@@ -1,0 +1,122 @@
+"""What every exit says on a split. NumPy alone: from here on nothing needs torch, so a deployed runtime need not."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exitwise.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = NDArray[Any]
+
+_HELD = 100_000_000  # probabilities kept in memory; beyond that exits are computed again when asked for again
+
+
+@dataclass(frozen=True, eq=False)
+class ExitPrediction:
+    """One exit's word on n samples: probs and log_probs (n, c), and the variance over draws (n,) where asked for."""
+
+    probs: Array
+    log_probs: Array
+    variance: Array | None = None
+
+    @classmethod
+    def from_log_probs(cls, log_probs: Array) -> "ExitPrediction":
+        return cls(np.exp(log_probs), log_probs)
+
+    @classmethod
+    def from_probs(cls, probs: Array) -> "ExitPrediction":
+        """A zero counts as the smallest normal number of its type, so that its logarithm is finite."""
+        return cls(probs, np.log(np.maximum(probs, np.finfo(probs.dtype).tiny)))
+
+
+class Predictions:
+    """Probabilities of K exits on n samples and c classes, computed exit by exit when first asked for.
+
+    Small ones are then kept. Large ones (more than 1e8 numbers) are not: whoever walks through `exits()` holds one exit
+    at a time, and what `reduce` makes of them is remembered.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        exits: Callable[[], Iterator[ExitPrediction]],
+        variance: Callable[[Array], Array] | None = None,
+    ) -> None:
+        self.shape = shape
+        self._make = exits
+        self._variance_of = variance
+        self._exits: list[ExitPrediction] | None = None
+        self._reduced: dict[str, Array] = {}
+
+    @classmethod
+    def of(cls, preds: "Predictions | Tensor | Array | Sequence[Any]") -> "Predictions":
+        """Predictions as they are, or made from a plain (K, n, c) tensor or array of probabilities."""
+        if isinstance(preds, Predictions):
+            return preds
+        probs = np.asarray(preds)
+        if probs.ndim != 3 or 0 in probs.shape or not np.issubdtype(probs.dtype, np.floating):
+            raise InputError(
+                f"`preds` must be Predictions or floating-point probabilities (exits, samples, classes), "
+                f"but got {probs.dtype} {probs.shape}"
+            )
+        sums = probs.sum(axis=2, dtype=np.float64)
+        if not bool((probs >= 0).all()) or not bool((np.abs(sums - 1) < 1e-3).all()):
+            raise InputError(
+                "`preds` must hold probabilities: none negative, each sample's summing to one at every exit"
+            )
+        return cls(probs.shape, lambda: (ExitPrediction.from_probs(exit) for exit in probs))
+
+    def __len__(self) -> int:
+        """Number of exits."""
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return "Predictions({} exits, {} samples, {} classes)".format(*self.shape)
+
+    def exits(self, variance: bool = False) -> Iterator[ExitPrediction]:
+        """The exits in order, one at a time; with their variance over draws if asked, where there is one."""
+        if self._exits is None and np.prod(self.shape) <= _HELD:
+            self._exits = list(self._make())
+        exits = self._make() if self._exits is None else iter(self._exits)
+        if not variance or self.variance is None:
+            return exits
+        return (replace(exit, variance=row) for exit, row in zip(exits, self.variance, strict=True))
+
+    def reduce(self, key: str, function: Callable[[ExitPrediction], Array], variance: bool = False) -> Array:
+        """`function` of every exit, stacked (K, ...), and remembered under `key`."""
+        if key not in self._reduced:
+            self._reduced[key] = np.stack([function(exit) for exit in self.exits(variance)])
+        return self._reduced[key]
+
+    @property
+    def predicted(self) -> Array:
+        """(K, n) the most probable class at every exit."""
+        return self.reduce("predicted", lambda said: said.probs.argmax(axis=1))
+
+    @cached_property
+    def variance(self) -> Array | None:
+        """(K, n) variance over draws of the predicted class's probability; None where nothing is drawn."""
+        return None if self._variance_of is None else self._variance_of(self.predicted)
+
+    @property
+    def probs(self) -> "Tensor":
+        """(K, n, c), all exits at once."""
+        return self._stack([exit.probs for exit in self.exits()])
+
+    @property
+    def log_probs(self) -> "Tensor":
+        """(K, n, c), finite where probabilities round to zero."""
+        return self._stack([exit.log_probs for exit in self.exits()])
+
+    @staticmethod
+    def _stack(arrays: list[Array]) -> "Tensor":
+        import torch
+
+        return torch.from_numpy(np.stack(arrays))

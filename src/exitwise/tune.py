@@ -1,0 +1,264 @@
+"""Temperature and prior variance of every exit, by the NLPD of the validation split.
+
+All that a grid point is scored by is p(true label). It does not depend on other exits, so one table per exit, grid
+points by samples, serves every method: alone, or in an ensemble whose earlier exits are already chosen.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exitwise.calibration import (
+    OURS,
+    SAMPLES,
+    CalibratedExit,
+    Calibration,
+    Grid,
+    Method,
+    ensemble,
+    method_named,
+    spectra,
+    standard_normals,
+)
+from exitwise.errors import InputError
+from exitwise.laplace import Mode, Spectrum
+from exitwise.predictions import Array
+from exitwise.sampled import chunks, grid_log_true, log_true_softmax, sample_logits
+from exitwise.trace import HeadWeights, Trace
+
+TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
+PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
+TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # where they are not tuned
+
+# How far the continuous search may go: beyond, the NLPD is flat or the optimum is at infinity.
+_TEMPERATURE_BOUNDS, _PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
+
+Search = Literal["grid", "continuous"]
+
+
+def calibrate(
+    trace: Trace,
+    method: Method | str = OURS,
+    *,
+    samples: int = SAMPLES,
+    seed: int | torch.Generator = 0,
+    mode: Mode = "paper",
+    draws: Tensor | None = None,
+    temperatures: Sequence[float] = TEMPERATURES,
+    prior_vars: Sequence[float] = PRIOR_VARS,
+    search: Search = "grid",
+) -> Calibration:
+    """Calibrate every exit on the trace's validation split.
+
+    `draws` (S, c) replaces the standard normals that `samples` and `seed` would give. `search="continuous"` goes on
+    from the best grid points by gradient descent and never ends above their validation NLPD.
+    """
+    return Tuner(trace, samples, seed, mode, draws, temperatures, prior_vars, search).calibrate(method)
+
+
+class Tuner:
+    """Calibrates by any number of methods on one trace, sharing draws, eigendecompositions and tables."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        samples: int = SAMPLES,
+        seed: int | torch.Generator = 0,
+        mode: Mode = "paper",
+        draws: Tensor | None = None,
+        temperatures: Sequence[float] = TEMPERATURES,
+        prior_vars: Sequence[float] = PRIOR_VARS,
+        search: Search = "grid",
+    ) -> None:
+        if search not in ("grid", "continuous"):
+            raise InputError(f"`search` must be 'grid' or 'continuous', but got {search!r}")
+        self._temperatures = _positive("temperatures", temperatures)
+        self._prior_vars = _positive("prior_vars", prior_vars)
+        self._trace, self._mode, self._search = trace, mode, search
+        self._draws = standard_normals(samples, trace.num_classes, seed) if draws is None else _checked(draws, trace)
+        self._settings: dict[str, Any] = {"samples": len(self._draws), "search": search}
+        self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
+        self._spectra = spectra(trace, mode)
+        self._tables: dict[tuple[int, bool], TrueLabel] = {}
+
+    def calibrate(self, method: Method | str) -> Calibration:
+        method = method_named(method) if isinstance(method, str) else method
+        temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
+        prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
+        weights = self._trace.costs.values if method.ensemble else None
+        chain = _Chain([self._table(k, method.laplace) for k in range(self._trace.num_exits)], weights)
+        grids = []
+        for k in range(self._trace.num_exits):
+            nlpd = chain.nlpd(k, temperatures, prior_vars)
+            best = np.unravel_index(np.argmin(nlpd), nlpd.shape)  # the first of equals: T outer, var0 inner
+            chain.choose(k, (temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
+            grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
+        if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
+            chain = _descend_all(chain, method)
+        exits = tuple(
+            CalibratedExit(head, *point, spectrum.posterior(point[1]).single(), self._draws)
+            if method.laplace
+            else CalibratedExit(head, *point)
+            for head, spectrum, point in zip(self._trace.heads, self._spectra, chain.points, strict=True)
+        )
+        return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
+
+    def _table(self, k: int, laplace: bool) -> "TrueLabel":
+        if (k, laplace) not in self._tables:
+            val = self._trace.val
+            spectrum = self._spectra[k] if laplace else None
+            self._tables[k, laplace] = TrueLabel(
+                self._trace.heads[k], val.features[k], val.labels, spectrum, self._draws
+            )
+        return self._tables[k, laplace]
+
+
+class TrueLabel:
+    """log p(true label) of one exit's validation samples under any temperature and prior variance."""
+
+    def __init__(
+        self, head: HeadWeights, features: Tensor, labels: Tensor, spectrum: Spectrum | None, draws: Tensor
+    ) -> None:
+        features = features.float()
+        self._logits = head.logits(features)
+        self._labels, self._spectrum, self._draws = labels, spectrum, draws
+        self._squares = spectrum.posterior(PRIOR_VAR).squares(features) if spectrum else None
+        self._known: dict[tuple[float, float], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def log_true(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Tensor:
+        """(T, V, n), remembered point by point."""
+        missing = [(t, v) for t in temperatures for v in prior_vars if (t, v) not in self._known]
+        if missing:
+            rows, columns = sorted({t for t, _ in missing}), sorted({v for _, v in missing})
+            with torch.no_grad():
+                table = self.compute(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
+            self._known |= {(t, v): table[i, j] for i, t in enumerate(rows) for j, v in enumerate(columns)}
+        return torch.stack([torch.stack([self._known[t, v] for v in prior_vars]) for t in temperatures])
+
+    def compute(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
+        """(T, V, n) of a part of the samples, differentiable in both."""
+        logits, labels = self._logits[part], self._labels[part]
+        if self._spectrum is None or self._squares is None:
+            scaled = (logits / temperatures[:, None, None]).log_softmax(dim=2)
+            index = labels[None, :, None].expand(len(temperatures), -1, 1)
+            return scaled.gather(2, index).transpose(1, 2).expand(-1, len(prior_vars), -1)
+        posteriors = [self._spectrum.posterior(var0) for var0 in prior_vars]
+        scales = torch.stack([posterior.scale_from(self._squares[part]) for posterior in posteriors])
+        if self._spectrum.mode != "exact":  # naive is a scalar times one matrix too, whatever its sampler does
+            shifts = torch.stack([self._draws @ posterior.root.to(self._draws.dtype).T for posterior in posteriors])
+            return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
+        columns = []
+        for posterior, scale in zip(posteriors, scales, strict=True):
+            rows = []
+            for chunk in chunks(len(logits), self._draws.numel()):
+                sampled = sample_logits(logits[chunk], scale[chunk], posterior, self._draws)
+                rows.append(torch.stack([log_true_softmax(sampled, labels[chunk], t) for t in temperatures]))
+            columns.append(torch.cat(rows, dim=1))
+        return torch.stack(columns, dim=1)
+
+    def pieces(self) -> list[slice]:
+        """Parts of the samples whose gradient fits in memory: all at once but for `exact`."""
+        n = len(self._logits)
+        exact = self._spectrum is not None and self._spectrum.mode == "exact"
+        return list(chunks(n, self._draws.numel())) if exact else [slice(0, n)]
+
+
+class _Chain:
+    """Points (T, var0) chosen exit by exit, with the NLPD that counts: an exit's own, or its ensemble's."""
+
+    def __init__(self, tables: Sequence[TrueLabel], weights: Sequence[float] | None) -> None:
+        self.tables, self.weights = tables, weights
+        self.points: list[tuple[float, float]] = []
+        self.values: list[float] = []
+        self._said: list[Tensor] = []  # log p(true label) (n,) of the ensemble up to each exit chosen so far
+
+    def add(self, k: int, log_true: Tensor, part: slice = slice(None)) -> Tensor:
+        """(..., n): exit k's own log p(true label) joined to what the chain says up to exit k - 1."""
+        return ensemble(k, log_true, self._said[k - 1][part] if k else None, self.weights)
+
+    def nlpd(self, k: int, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
+        """(T, V) mean over samples, in float64."""
+        nlpd: Array = -self.add(k, self.tables[k].log_true(temperatures, prior_vars)).double().mean(dim=2).numpy()
+        return nlpd
+
+    def choose(self, k: int, point: tuple[float, float], value: float) -> None:
+        """Settle exit k, with the exits before it as they are; later exits are open again."""
+        said = self.add(k, self.tables[k].log_true((point[0],), (point[1],))[0, 0])
+        self.points[k:], self.values[k:], self._said[k:] = [point], [value], [said]
+
+    def until(self, k: int) -> "_Chain":
+        """A copy with the first k exits settled."""
+        copy = _Chain(self.tables, self.weights)
+        copy.points, copy.values, copy._said = self.points[:k], self.values[:k], self._said[:k]
+        return copy
+
+
+def _descend_all(grid: _Chain, method: Method) -> _Chain:
+    """The grid's chain improved by gradient descent, above the grid's NLPD at no exit.
+
+    An exit that is better alone can make the ensemble behind it worse. Where that happens the exits before go back to
+    their grid points.
+    """
+    chain = grid.until(0)
+    for k, start in enumerate(grid.points):
+        point, value = _descend(chain, k, method, start)
+        if value > grid.values[k]:
+            chain = grid.until(k)
+            point, value = _descend(chain, k, method, start)
+        chain.choose(k, point, value)
+    return chain
+
+
+def _descend(chain: _Chain, k: int, method: Method, start: tuple[float, float]) -> tuple[tuple[float, float], float]:
+    """The best point that L-BFGS finds for exit k from `start`, and its NLPD; `start` if it finds none better."""
+    table = chain.tables[k]
+    bounds = torch.tensor([_TEMPERATURE_BOUNDS, _PRIOR_BOUNDS], dtype=torch.float64).log()
+    low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+    free = torch.tensor([method.tune_temperature, method.tune_prior])
+    fixed = torch.tensor(start, dtype=torch.float64).log()
+    raw = (
+        ((fixed - low) / width).clamp(0.01, 0.99).logit().requires_grad_()
+    )  # a sigmoid keeps log T, log var0 in bounds
+    optimiser = torch.optim.LBFGS([raw], max_iter=25, line_search_fn="strong_wolfe", tolerance_change=1e-7)
+
+    def point() -> Tensor:
+        return torch.where(free, low + width * raw.sigmoid(), fixed).exp()
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        total = 0.0
+        for part in table.pieces():
+            temperature, prior_var = point()
+            log_true = table.compute(temperature.float()[None], prior_var[None], part)[0, 0]
+            loss = -chain.add(k, log_true, part).double().sum() / len(table)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    optimiser.step(closure)  # type: ignore[no-untyped-call]
+    temperature, prior_var = (float(x) for x in point().detach())
+    found = ((temperature, prior_var), chain.nlpd(k, (temperature,), (prior_var,)).item())
+    return min(found, (start, chain.nlpd(k, (start[0],), (start[1],)).item()), key=lambda pair: pair[1])
+
+
+def _positive(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    found = tuple(float(value) for value in values)
+    if not found or not all(0 < value < float("inf") for value in found):
+        raise InputError(f"`{name}` must be positive, finite numbers, at least one, but got {list(values)}")
+    return found
+
+
+def _checked(draws: Tensor, trace: Trace) -> Tensor:
+    if draws.dim() != 2 or draws.shape[1] != trace.num_classes or not len(draws) or not draws.is_floating_point():
+        raise InputError(
+            f"`draws` must be floating-point (samples, {trace.num_classes}), but got {draws.dtype} {tuple(draws.shape)}"
+        )
+    if not bool(torch.isfinite(draws).all()):
+        raise InputError("`draws` must be finite")
+    return draws.float()
