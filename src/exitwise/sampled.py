@@ -37,7 +37,7 @@ def sample_logits(logits: Tensor, scale: Tensor, posterior: Posterior, draws: Te
         return logits[:, None] + torch.matmul(scale.sqrt()[:, None] * draws, root.T)
     if posterior.mode == "naive":  # as costly as it is named: a factorisation per sample
         covariance = scale[:, None, None].double() * (posterior.root @ posterior.root.T).double()
-        return logits[:, None] + draws @ torch.linalg.cholesky(covariance).to(logits.dtype).mT
+        return logits[:, None] + torch.matmul(draws, torch.linalg.cholesky(covariance).to(logits.dtype).mT)
     return logits[:, None] + scale.sqrt()[:, None, None] * (draws @ root.T)
 
 
