@@ -1,0 +1,105 @@
+"""A run: a directory that holds what the commands left, and what made it."""
+
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+import exitwise
+from exitwise.calibration import Calibration, Method
+from exitwise.errors import InputError
+from exitwise.files import read_json, write_json
+from exitwise.policy import Policy
+from exitwise.trace import Trace
+
+FORMAT, VERSION = "exitwise.run", 1
+
+
+class Run:
+    """An existing run; its files are read when asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not (self.directory / "run.json").is_file():
+            raise InputError(f"{self.directory} is not a run: it has no run.json")
+        self.about = read_json(self.directory / "run.json")
+        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
+            found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
+            raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
+
+    @property
+    def net_file(self) -> Path:
+        return self.directory / "net.safetensors"
+
+    @property
+    def split_file(self) -> Path:
+        return self.directory / "split.safetensors"
+
+    @property
+    def trace_file(self) -> Path:
+        return self.directory / "trace.safetensors"
+
+    def calibration_file(self, method: Method) -> Path:
+        return self.directory / "calibrations" / f"{method.slug}.safetensors"
+
+    def trace(self) -> Trace:
+        if not self.trace_file.is_file():
+            raise InputError(f"{self.directory} has no trace yet: run `exitwise collect {self.directory}` first")
+        return Trace.load(self.trace_file)
+
+    def calibration(self, method: Method) -> Calibration | None:
+        """The saved calibration by this method, if there is one."""
+        file = self.calibration_file(method)
+        return Calibration.load(file) if file.is_file() else None
+
+    def save_policy(self, policy: Policy) -> None:
+        policy.save(self.directory / "policy.json")
+
+    def add_results(self, **results: Any) -> None:
+        """Put results beside those of other commands in results.json."""
+        file = self.directory / "results.json"
+        known = read_json(file) if file.is_file() else {"format": "exitwise.results", "version": 1}
+        write_json(file, {**known, **results})
+
+
+def describe(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of run.json."""
+    versions = {"exitwise": exitwise.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    versions["python"] = platform.python_version()
+    return {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data), "versions": versions}
+
+
+@contextmanager
+def creating(directory: str | Path, force: bool = False) -> Iterator[Path]:
+    """A new folder to fill; it becomes the run when the block ends well, and vanishes otherwise.
+
+    An existing run is replaced only with `force`, and anything else that is there never.
+    """
+    directory = Path(directory)
+    if directory.exists():
+        empty = directory.is_dir() and not any(directory.iterdir())
+        if not empty and not (directory / "run.json").is_file():
+            raise InputError(f"{directory} exists and is not a run: choose another place")
+        if not empty and not force:
+            raise InputError(f"{directory} already holds a run: choose another place, or --force to replace it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        yield new
+        new.chmod(0o755)
+        if directory.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
+            directory.rename(old / "run")
+            new.rename(directory)
+            shutil.rmtree(old)
+        else:
+            new.rename(directory)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
