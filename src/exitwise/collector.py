@@ -42,8 +42,8 @@ def collect(
 
     A loader may also give (images, labels, index), index being each sample's position in the data set. Train must come
     without augmentation. Memory does not grow with the train set. Unless given, `costs` are counted in MACs for
-    inputs of train's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the public code's
-    exponential average, for comparison. The net's device and mode are left as they were.
+    inputs of train's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the
+    public code's exponential average, for comparison. The net's device and mode are left as they were.
     """
     if curvature not in _ACCUMULATORS:
         raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")

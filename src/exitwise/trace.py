@@ -145,7 +145,7 @@ class Trace:
         """What is wrong, in words; nothing for a good trace."""
         exits = len(self.heads)
         if not len(self.curvature) == len(self.costs) == exits:
-            yield f"{exits} heads, {len(self.curvature)} curvatures, {len(self.costs)} costs: one of each per exit wanted"
+            yield f"{exits} heads, {len(self.curvature)} curvatures, {len(self.costs)} costs: one each per exit wanted"
         c = len(self.heads[0].weight)
         for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=False)):
             yield from self._exit_problems(k, head, curvature, c)

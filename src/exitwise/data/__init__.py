@@ -80,4 +80,3 @@ class ValSplit:
         if index is None or prints is None or index.shape != prints.shape or index.dim() != 1 or not len(index):
             raise InputError(f"{path} must hold val.index and val.fingerprint, one of each per validation image")
         return cls(index, prints)
-

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """n pictures: pixels (n, channels, height, width) uint8, labels (n,), position in the data set (n,), class names."""
+    """n pictures: pixels (n, channels, height, width) uint8, labels and positions in the data set (n,)."""
 
     pixels: Tensor
     labels: Tensor

@@ -13,7 +13,7 @@ TABLES = tuple(sorted(path.stem for path in (_HERE / "published").glob("*.csv"))
 
 
 def path(file: str) -> Path:
-    """Where a file of the shipped net lies: net.safetensors, trace.safetensors, split.safetensors, run.json, CARD.md."""
+    """Where a file of the shipped net lies: run.json, CARD.md, or {net,trace,split}.safetensors."""
     found = _HERE / NET / file
     if not found.is_file():
         raise InputError(f"the zoo has no file {file!r}")
@@ -26,3 +26,17 @@ def published(table: str) -> list[dict[str, str]]:
         raise InputError(f"`table` must be one of {', '.join(TABLES)}, but got {table!r}")
     with (_HERE / "published" / f"{table}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def published_changes(table: str, preset: str) -> dict[str, dict[str, float]] | None:
+    """Each method's published change against vanilla for one of the paper's nets; accuracies as fractions."""
+    names = {"cifar100": "CIFAR-100", "imagenet": "ImageNet", "caltech256": "Caltech-256"}
+    data, _, size = preset.rpartition("-")
+    rows = [row for row in published(table) if (row["dataset"], row["size"]) == (names.get(data), size)]
+    if not rows:
+        return None
+    scale = {"top1": 0.01, "top5": 0.01, "nlpd": 1.0, "ece": 1.0}
+    return {
+        row["method"]: {name: (float(row[name]) - float(rows[0][name])) * factor for name, factor in scale.items()}
+        for row in rows
+    }

@@ -1,0 +1,5 @@
+"""`python -m exitwise`."""
+
+from exitwise.cli import main
+
+main()

@@ -1,0 +1,379 @@
+"""The command: parse, call the library, print. Torch is imported by the commands that need it, not by `--help`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import exitwise
+from exitwise.errors import InputError
+
+if TYPE_CHECKING:
+    from exitwise.calibration import Calibration, Method
+    from exitwise.collector import Progress as ProgressCall
+    from exitwise.run import Run
+    from exitwise.trace import Trace
+    from exitwise.tune import Tuner
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    help="Early-exit networks that can be trusted under a compute budget. Start with: exitwise demo",
+)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
+MethodOption = Annotated[str, typer.Option(help="One of the twelve methods, by the paper's name.")]
+Mode = Annotated[str, typer.Option(help="The Laplace posterior: paper, exact or naive.")]
+Samples = Annotated[int, typer.Option(help="Monte Carlo draws.")]
+Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
+Search = Annotated[str, typer.Option(help="grid, or continuous to go on from the best grid points by gradient.")]
+
+_OURS = "MIE Laplace T_opt sigma_opt"
+
+
+def main() -> None:
+    """Run the command. What a user can cause ends in one line on stderr and exit status 2."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:
+        _fail(f"{error.format_message()} Try `exitwise --help`.")
+    except InputError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads on: no message, and none from the interpreter's last flush either
+        sys.exit(141)
+    except OSError as error:
+        _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", status=130)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, status: int = 2) -> None:
+    print(f"exitwise: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"exitwise {exitwise.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to put the run.")] = Path("exitwise-demo"),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the shipped CIFAR-100 net to a run, calibrate it by all twelve methods and print the paper's ablation."""
+    import shutil
+
+    from exitwise import show, zoo
+    from exitwise.run import Run, creating
+    from exitwise.tables import study
+    from exitwise.trace import Trace
+    from exitwise.tune import Tuner
+
+    with creating(out, force) as new, _status("Calibrating by twelve methods"):
+        for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
+            shutil.copyfile(zoo.path(name), new / name)
+        trace = Trace.load(new / "trace.safetensors")
+        found = study(trace, Tuner(trace))
+        run = Run(new)
+        for calibration in found.calibrations.values():
+            calibration.save(run.calibration_file(calibration.method))
+        run.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+    if as_json:
+        return _print_json(run=str(out), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+    out_console = show.console()
+    published = zoo.published_changes("ablation", "cifar100-small")
+    costs = trace.costs.values
+    out_console.print(
+        f"\n[bold]An MSDNet with {trace.num_exits} exits, trained on CIFAR-100 ({trace.num_classes} classes).[/bold] "
+        f"Stopping at the first exit costs {show.amount(costs[0])} per image, at the last {show.amount(costs[-1])}. "
+        f"Its confidence decides when to stop, and it is overconfident: that is what calibration mends.\n"
+    )
+    out_console.print(show.ablation(found.ablation, "Ablation", published, out_console.width))
+    out_console.print("\n" + show.summary(found.ablation))
+    out_console.print(
+        f"\nThe run is in [bold]{out}[/bold]. What to try next:\n"
+        f"  exitwise evaluate {out} --budget 50%    [dim]what half of the cost buys[/dim]\n"
+        f"  exitwise ablate {out}    [dim]with the decision experiment[/dim]\n"
+        f"  exitwise calibrate {out} --search continuous\n"
+        f"  exitwise cost cifar100-small    [dim]what each exit costs[/dim]\n",
+        soft_wrap=True,
+    )
+    return None
+
+
+@app.command()
+def collect(
+    run: RunArgument,
+    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    data: Annotated[str | None, typer.Option(help="The data set's name, for a new run.")] = None,
+    model: Annotated[str | None, typer.Option(help="The net's preset, for a new run.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The net's weights, ours or the public MSDNet code's, for a new run.")
+    ] = None,
+    split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
+    val_size: Annotated[int, typer.Option(help="Number of validation images, for a new run.")] = 5000,
+    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
+    half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run the net once over every split and keep the trace: features of val and test, curvature of train.
+
+    An existing RUN knows its net, data set and split. A new RUN is made from --model, --checkpoint, --data and --root.
+    """
+    from exitwise import commands, show
+
+    if batch_size < 1:
+        raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
+    with _bars() as progress:
+        if (run / "run.json").is_file():
+            given = {"--data": data, "--model": model, "--checkpoint": checkpoint}
+            for option, value in given.items():
+                if value is not None:
+                    raise InputError(f"{run} already has its net and data set: {option} is for a new run")
+            trace = commands.collect_again(run, root, batch_size, half, force, progress)
+        else:
+            if data is None or model is None or checkpoint is None or root is None:
+                raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
+            source = commands.Source(model, checkpoint, data, root, split_seed, val_size)
+            trace = commands.collect_new(run, source, batch_size, half, progress)
+    if as_json:
+        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
+        return _print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
+    show.console().print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}", soft_wrap=True)
+    return None
+
+
+@app.command()
+def calibrate(
+    run: RunArgument,
+    method: MethodOption = _OURS,
+    mode: Mode = "paper",
+    samples: Samples = 50,
+    seed: Seed = 0,
+    search: Search = "grid",
+    as_json: Json = False,
+) -> None:
+    """Tune temperature and prior variance of every exit on the validation split and save the calibration."""
+    from exitwise import show
+    from exitwise.calibration import VANILLA, method_named
+
+    chosen = method_named(method)
+    opened, _, tuner = _open(run, mode, samples, seed, search)
+    with _status(f"Calibrating by {chosen.name}"):
+        made = tuner.calibrate(chosen)
+        vanilla = tuner.calibrate(VANILLA)
+    made.save(opened.calibration_file(chosen))
+    if as_json:
+        return _print_json(**made.to_dict())
+    show.console().print(show.calibration(made, vanilla))
+    return None
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    budget: Annotated[str, typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms.")],
+    method: MethodOption = _OURS,
+    score: Annotated[str, typer.Option(help="What decides: confidence, entropy or variance.")] = "confidence",
+    strategy: Annotated[str, typer.Option(help="How thresholds are made: geometric.")] = "geometric",
+    as_json: Json = False,
+) -> None:
+    """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
+    from exitwise import show
+    from exitwise.calibration import VANILLA, method_named
+    from exitwise.commands import parse_budget
+    from exitwise.evaluation import evaluate as evaluate_policy
+    from exitwise.policy import fit_policy
+
+    chosen = method_named(method)
+    opened, trace, tuner = _open(run)
+    if trace.test is None:
+        raise InputError(f"the trace of {run} has no test split to evaluate on")
+    asked = parse_budget(budget, trace.costs)
+    found = {}
+    for each in dict.fromkeys((method_named(VANILLA), chosen)):
+        calibration = _calibration(opened, tuner, each)
+        usable = score if score != "variance" or each.laplace else "confidence"
+        policy = fit_policy(
+            calibration.predict(trace.val), costs=trace.costs, budget=asked, strategy=strategy, score=usable
+        )
+        result = evaluate_policy(
+            calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs
+        )
+        found[each.name] = (policy, result)
+    policy, result = found[chosen.name]
+    opened.save_policy(policy)
+    report = {name: {"policy": made.to_dict(), "evaluation": got.to_dict()} for name, (made, got) in found.items()}
+    opened.add_results(evaluation={"budget": asked, "unit": trace.costs.unit, "method": chosen.name, "methods": report})
+    if as_json:
+        return _print_json(budget=asked, unit=trace.costs.unit, method=chosen.name, methods=report)
+    out = show.console()
+    out.print(show.evaluation(found, asked, trace.costs.unit))
+    out.print(show.exits(policy, result, trace.costs.values, trace.costs.unit))
+    return None
+
+
+@app.command()
+def ablate(
+    run: RunArgument,
+    budget_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="Average over budgets from LOW to HIGH; the run's own range if not given."),
+    ] = None,
+    mode: Mode = "paper",
+    samples: Samples = 50,
+    seed: Seed = 0,
+    search: Search = "grid",
+    as_json: Json = False,
+) -> None:
+    """Make the paper's twelve-row ablation and its decision experiment."""
+    from exitwise import show, zoo
+    from exitwise.tables import study
+
+    opened, trace, tuner = _open(run, mode, samples, seed, search)
+    with _status("Calibrating by twelve methods"):
+        found = study(trace, tuner, budget_range)
+    opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+    if as_json:
+        return _print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+    preset = str(trace.model["preset"]) if trace.model else ""
+    out = show.console()
+    out.print(show.ablation(found.ablation, "Ablation", zoo.published_changes("ablation", preset), out.width))
+    published = zoo.published_changes("decision_experiment", preset)
+    title = "\nDecision experiment: who decides when to stop"
+    out.print(show.ablation(found.decisions, title, published, out.width))
+    return None
+
+
+@app.command()
+def cost(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="A model's name.", show_default=False)],
+    samples: Samples = 50,
+    num_classes: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
+    in_channels: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what stopping at each exit costs: plain, with Laplace, with ensembling, with MC dropout."""
+    from dataclasses import asdict
+
+    import torch
+
+    from exitwise import models, show
+    from exitwise.cost import cost_table
+
+    if samples < 1:
+        raise InputError(f"`--samples` must be at least 1, but got {samples}")
+    config = models.config(preset)
+    with torch.device("meta"):
+        net = models.msdnet(preset, num_classes=num_classes, in_channels=in_channels)
+    shape = (in_channels or config.in_channels, *config.input_shape[1:])
+    rows = cost_table(net, shape, samples)
+    if as_json:
+        exits = [asdict(row) for row in rows]
+        return _print_json(preset=preset, unit="MACs", samples=samples, input_shape=list(shape), exits=exits)
+    show.console().print(show.cost(preset, rows, samples))
+    return None
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the models that can be built by name."""
+    from exitwise import models as known
+
+    found = {name: known.config(name) for name in known.list()}
+    if as_json:
+        described = {
+            name: {"input_shape": list(config.input_shape), "classes": config.num_classes}
+            for name, config in found.items()
+        }
+        return _print_json(models=described)
+    for name, config in found.items():
+        size = "x".join(map(str, config.input_shape))
+        print(f"{name:20} pictures {size:10} {config.num_classes:5} classes")
+    return None
+
+
+def _open(
+    run: Path, mode: str = "paper", samples: int = 50, seed: int = 0, search: str = "grid"
+) -> "tuple[Run, Trace, Tuner]":
+    from exitwise.run import Run
+    from exitwise.tune import Tuner
+
+    opened = Run(run)
+    trace = opened.trace()
+    return opened, trace, Tuner(trace, samples, seed, mode, search=search)  # type: ignore[arg-type]
+
+
+def _calibration(run: "Run", tuner: "Tuner", method: "Method") -> "Calibration":
+    """The run's saved calibration by a method, or a new one, saved."""
+    known = run.calibration(method)
+    if known is None:
+        known = tuner.calibrate(method)
+        known.save(run.calibration_file(method))
+        print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
+    return known
+
+
+def _print_json(**data: Any) -> None:
+    from exitwise.results import plain
+
+    print(json.dumps(plain(data), allow_nan=False))
+
+
+@contextmanager
+def _status(message: str) -> Iterator[None]:
+    """A spinner on stderr while something runs, where someone watches."""
+    from exitwise import show
+
+    err = show.console(stderr=True)
+    if not err.is_terminal:
+        yield
+        return
+    with err.status(message):
+        yield
+
+
+@contextmanager
+def _bars() -> "Iterator[ProgressCall]":
+    """A progress bar per split, on stderr."""
+    from exitwise import show
+
+    columns = (
+        TextColumn("{task.description:>5}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("images"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=show.console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield progress

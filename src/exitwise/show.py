@@ -1,0 +1,208 @@
+"""What the command prints for people: tables and sentences, from the library's results."""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from exitwise.calibration import OURS, VANILLA, Calibration
+from exitwise.cost import ExitCost
+from exitwise.evaluation import Evaluation
+from exitwise.policy import Policy
+from exitwise.tables import Table, TableRow
+
+_WIDE = 100  # columns of the widest table; what a pipe or a file gets
+
+_OTHER = "another network, trained far longer (300 epochs on CIFAR-100)"
+
+# How the metrics are printed, and whether more is better.
+_DIGITS = {"top1": (100, 2, True), "top5": (100, 2, True), "nlpd": (1, 3, False), "ece": (1, 3, False)}
+
+
+def console(stderr: bool = False) -> Console:
+    """As wide as the terminal; as wide as our tables where there is none."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
+
+
+def amount(value: float, unit: str = "MACs") -> str:
+    """A cost in words: 38.04 million MACs, 12.5 ms."""
+    if unit != "MACs":
+        return f"{value:.4g} {unit}"
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.4g} {name} MACs"
+    return f"{value:.6g} MACs"
+
+
+def metric(name: str, value: float) -> str:
+    factor, digits, _ = _DIGITS[name]
+    return f"{value * factor:.{digits}f}"
+
+
+def change(name: str, value: float) -> Text:
+    """A signed difference, green where it is an improvement and red where it is a loss."""
+    factor, digits, more_is_better = _DIGITS[name]
+    text = _no_zero(f"{value * factor:+.{digits}f}") if digits == 3 else f"{value * factor:+.{digits}f}"
+    if float(text) == 0:
+        return Text(text.replace("-", "+"), style="dim")
+    return Text(text, style="green" if (value > 0) == more_is_better else "red")
+
+
+def _no_zero(number: str) -> str:
+    """-.247 for -0.247, as the paper prints it."""
+    return number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
+
+
+def _table(title: str, caption: str | None = None, gap: int = 1) -> RichTable:
+    return RichTable(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        caption_style="dim",
+        padding=(0, gap, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+    )
+
+
+def ablation(
+    table: Table, title: str, published: Mapping[str, Mapping[str, float]] | None, width: int = _WIDE
+) -> RichTable:
+    """Means over the budget range with the change against the first row, and the paper's change where it has one."""
+    low, high = (amount(value, table.unit) for value in table.budget_range)
+    caption = f"\nTest set, mean over budgets from {low} to {high}; ± is the change against the first row."
+    if published:
+        caption += f"\nPaper: the change that the paper published for this architecture: {_OTHER}."
+    made = _table(title, caption, gap=1 if width >= 92 else 0)  # so that it fits 80 columns
+    made.add_column("", no_wrap=True)
+    for name in ("top-1", "NLPD", "ECE"):
+        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column("±", justify="right", no_wrap=True)
+        if published:
+            made.add_column("paper", justify="right", no_wrap=True, style="italic")
+    for number, row in enumerate(table):
+        cells: list[str | Text] = [Text(row.method, style="bold" if row.method in (OURS, "Our model") else "")]
+        for name in ("top1", "nlpd", "ece"):
+            cells.append(_no_zero(metric(name, getattr(row, name))))
+            cells.append(change(name, row.change[name]) if number else "")
+            if published:
+                known = published.get(row.method) if number else None
+                cells.append(change(name, known[name]) if known else "")
+        made.add_row(*cells)
+    return made
+
+
+def summary(table: Table) -> str:
+    """What happened to NLPD and ECE, in two sentences."""
+    before, after = table[VANILLA], table[OURS]
+    return (
+        f"Calibrated ({OURS}), the negative log-likelihood {_moved(before, after, 'nlpd')}, and the expected "
+        f"calibration error {_moved(before, after, 'ece')}. Nothing was trained: the same network now reports "
+        f"confidences that are {_gap(after.ece)} from its accuracy, where they were {_gap(before.ece)} off, "
+        f"and at equal cost its top-1 accuracy {_moved(before, after, 'top1', '%')}."
+    )
+
+
+def _moved(before: TableRow, after: TableRow, name: str, unit: str = "") -> str:
+    old, new = getattr(before, name), getattr(after, name)
+    verb = "falls" if new < old else "rises" if new > old else "stays"
+    return f"{verb} from {metric(name, old)}{unit} to {metric(name, new)}{unit}"
+
+
+def _gap(ece: float) -> str:
+    return f"{ece * 100:.1f} points"
+
+
+def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
+    """What was chosen at every exit and what it did to the validation NLPD."""
+    table = _table(f"\n{made.method.name}", "\nTuned on the validation split; NLPD of the ensemble where there is one.")
+    columns = ["exit", "temperature", *(["prior variance"] if made.method.laplace else []), "NLPD before", "NLPD after"]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for k, exit in enumerate(made.exits):
+        prior = [f"{exit.prior_var:.3g}"] if made.method.laplace else []
+        nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{made.val_nlpd[k]:.4f}"]
+        table.add_row(str(k + 1), f"{exit.temperature:.3g}", *prior, *nlpd)
+    return table
+
+
+def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
+    """Methods side by side at one budget."""
+    title = f"\nBudget {amount(budget, unit)} per sample"
+    table = _table(title, "\nThresholds fitted on the validation split, everything else measured on the test split.")
+    table.add_column("")
+    for name in found:
+        table.add_column(name, justify="right")
+    pairs = list(found.values())
+    rows: list[tuple[str, list[str]]] = [
+        ("mean cost, validation", [amount(policy.cost or 0.0, unit) for policy, _ in pairs]),
+        ("mean cost, test", [amount(result.cost, unit) for _, result in pairs]),
+        ("top-1 %", [f"{result.top1:.2%}"[:-1] for _, result in pairs]),
+        ("top-5 %", [f"{result.top5:.2%}"[:-1] for _, result in pairs]),
+        ("NLPD", [f"{result.nlpd:.4f}" for _, result in pairs]),
+        ("ECE", [f"{result.ece:.4f}" for _, result in pairs]),
+        ("adaptive ECE", [f"{result.adaptive_ece:.4f}" for _, result in pairs]),
+        ("Brier score", [f"{result.brier:.4f}" for _, result in pairs]),
+        ("AUROC, right from wrong", [f"{result.auroc:.4f}" for _, result in pairs]),
+        ("AURC", [f"{result.aurc:.4f}" for _, result in pairs]),
+    ]
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    return table
+
+
+def exits(policy: Policy, result: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
+    """Where samples leave."""
+    table = _table(f"\nExits ({policy.score} at least the threshold leaves)")
+    for name in ("exit", "cost", "threshold", "share %", "own top-1 %", "own NLPD", "own ECE"):
+        table.add_column(name, justify="right")
+    for k, own in enumerate(result.per_exit):
+        threshold = policy.thresholds[k]
+        word = (
+            "everyone" if threshold == float("-inf") else "nobody" if threshold == float("inf") else f"{threshold:.4f}"
+        )
+        share = f"{result.exit_shares[k] * 100:.2f}"
+        table.add_row(
+            str(k + 1),
+            amount(costs[k], unit),
+            word,
+            share,
+            f"{own.top1 * 100:.2f}",
+            f"{own.nlpd:.4f}",
+            f"{own.ece:.4f}",
+        )
+    return table
+
+
+def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
+    """Cumulative cost at every exit, and what each method adds to vanilla."""
+    caption = (
+        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and the overhead over vanilla;\n"
+        f"each method pays at every exit on the way. {samples} draws or dropout masks."
+    )
+    table = _table(f"\n{preset}: cost of stopping at each exit", caption)
+    table.add_column("exit", justify="right")
+    table.add_column("parameters", justify="right")
+    names = {
+        "vanilla": "vanilla",
+        "laplace": "Laplace",
+        "naive_laplace": "naive Laplace",
+        "ensemble": "MIE",
+        "ours": "Laplace + MIE",
+        "mc_dropout": "MC dropout",
+    }
+    for name in names.values():
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [f"{row.vanilla / 1e6:.2f}"]
+        for key in list(names)[1:]:
+            value = getattr(row, key)
+            cells.append(f"{value / 1e6:.2f}  {value / row.vanilla - 1:+.1%}")
+        table.add_row(str(row.exit + 1), f"{row.parameters / 1e6:.2f} M", *cells)
+    return table

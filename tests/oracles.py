@@ -1,0 +1,125 @@
+"""Plain-Python counterparts of what the library vectorises: one sample at a time, as the specification words it."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import permutations
+from math import floor, inf, log, nan
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+Rows = Sequence[Sequence[float]]
+
+
+def random_probs(seed: int, exits: int, samples: int, classes: int, kind: str = "float64") -> np.ndarray:
+    """(K, n, c) probabilities; those of kind "ties" are multiples of 1/8, so that values repeat and zeros occur."""
+    rng = np.random.default_rng(seed)
+    if kind == "ties":
+        return rng.multinomial(8, np.full(classes, 1 / classes), size=(exits, samples)) / 8
+    return rng.dirichlet(np.full(classes, 0.5), size=(exits, samples)).astype(kind)
+
+
+def public_counts(p: int, exits: int, samples: int) -> list[int]:
+    """floor(n q^k / sum_j q^j) for k = 1..K and q = p / 20, in exact arithmetic."""
+    powers = [Fraction(p, 20) ** k for k in range(1, exits + 1)]
+    return [floor(samples * power / sum(powers)) for power in powers]
+
+
+def public_rule(scores: Rows, p: int) -> tuple[list[float], list[int]]:
+    """The public rule: thresholds (K,) from scores (K, n), and the exit of each sample."""
+    exits, samples = len(scores), len(scores[0])
+    counts = public_counts(p, exits, samples)
+    thresholds: list[float] = []
+    taken = [exits - 1] * samples
+    staying = list(range(samples))
+    for k in range(exits - 1):
+        threshold = inf
+        if 0 < counts[k] <= len(staying):
+            threshold = sorted((scores[k][i] for i in staying), reverse=True)[counts[k] - 1]
+        for i in staying:
+            if scores[k][i] >= threshold:
+                taken[i] = k
+        staying = [i for i in staying if scores[k][i] < threshold]
+        thresholds.append(threshold)
+    return [*thresholds, -inf], taken
+
+
+def first_exit_reached(scores: Rows, thresholds: Sequence[float]) -> list[int]:
+    """The first exit whose score reaches its threshold, for each sample."""
+    return [
+        next(k for k, threshold in enumerate(thresholds) if scores[k][i] >= threshold) for i in range(len(scores[0]))
+    ]
+
+
+def classes_in_order(probs: Sequence[float]) -> list[int]:
+    """The most probable first; of equals the first class first."""
+    return sorted(range(len(probs)), key=lambda c: -probs[c])
+
+
+def calibration_error(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> float:
+    """Bin b holds confidences from b / bins up to, but without, (b + 1) / bins; the last one also holds 1."""
+    total = 0.0
+    for b in range(bins):
+        low, high = b / bins, (b + 1) / bins if b + 1 < bins else inf
+        inside = [i for i, value in enumerate(confidence) if low <= value < high]
+        if inside:
+            accuracy = fmean(float(correct[i]) for i in inside)
+            total += len(inside) / len(confidence) * abs(accuracy - fmean(confidence[i] for i in inside))
+    return total
+
+
+def adaptive_calibration_error(confidence: Sequence[float], correct: Sequence[bool], bins: int = 10) -> float:
+    """The same over bins of equally many samples, the most confident first; for confidences without ties."""
+    order = sorted(range(len(confidence)), key=lambda i: -confidence[i])
+    total = 0.0
+    for b in range(bins):
+        inside = order[len(order) * b // bins : len(order) * (b + 1) // bins]
+        total += abs(sum(confidence[i] for i in inside) - sum(correct[i] for i in inside)) / len(order)
+    return total
+
+
+def area_under_roc(confidence: Sequence[float], correct: Sequence[bool]) -> float:
+    """Over all pairs of a right and a wrong answer; equal confidence counts one half."""
+    right = [value for value, good in zip(confidence, correct, strict=True) if good]
+    wrong = [value for value, good in zip(confidence, correct, strict=True) if not good]
+    if not right or not wrong:
+        return nan
+    return fmean((r > w) + (r == w) / 2 for r in right for w in wrong)
+
+
+def mean_prefix_error(correct: Sequence[bool]) -> float:
+    return fmean(fmean(1 - float(good) for good in correct[:m]) for m in range(1, len(correct) + 1))
+
+
+def area_under_risk_coverage(confidence: Sequence[float], correct: Sequence[bool]) -> float:
+    """Averaged over every order in which confidence does not grow: as many as there are ways to order equals."""
+    ordered = sorted(confidence, reverse=True)
+    return fmean(
+        mean_prefix_error([correct[i] for i in order])
+        for order in permutations(range(len(confidence)))
+        if [confidence[i] for i in order] == ordered
+    )
+
+
+def evaluate_one_by_one(
+    probs: np.ndarray, labels: Sequence[int], taken: Sequence[int], costs: Sequence[float]
+) -> dict[str, Any]:
+    """Budgeted batch classification of samples that leave at the exits `taken`."""
+    said = [probs[k][i].tolist() for i, k in enumerate(taken)]
+    orders = [classes_in_order(p) for p in said]
+    correct = [order[0] == label for order, label in zip(orders, labels, strict=True)]
+    confidence = [max(p) for p in said]
+    smallest = float(np.finfo(probs.dtype).tiny)
+    return {
+        "top1": fmean(correct),
+        "top5": fmean(label in order[:5] for order, label in zip(orders, labels, strict=True)),
+        "nlpd": fmean(-log(max(p[label], smallest)) for p, label in zip(said, labels, strict=True)),
+        "ece": calibration_error(confidence, correct),
+        "brier": fmean(
+            sum((p[c] - (c == label)) ** 2 for c in range(len(p))) for p, label in zip(said, labels, strict=True)
+        ),
+        "auroc": area_under_roc(confidence, correct),
+        "cost": fmean(costs[k] for k in taken),
+        "exit_shares": [taken.count(k) / len(taken) for k in range(len(costs))],
+    }
