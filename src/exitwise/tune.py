@@ -33,6 +33,8 @@ TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
 PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
 TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # where they are not tuned
 
+_TIE = 5e-7  # NLPDs that float32 cannot tell apart
+
 # How far the continuous search may go: beyond, the NLPD is flat or the optimum is at infinity.
 _TEMPERATURE_BOUNDS, _PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
 
@@ -93,7 +95,7 @@ class Tuner:
         grids = []
         for k in range(self._trace.num_exits):
             nlpd = chain.nlpd(k, temperatures, prior_vars)
-            best = np.unravel_index(np.argmin(nlpd), nlpd.shape)  # the first of equals: T outer, var0 inner
+            best = np.unravel_index(np.argmax(nlpd <= nlpd.min() + _TIE), nlpd.shape)  # the first: T outer, var0 inner
             chain.choose(k, (temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):

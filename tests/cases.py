@@ -1,0 +1,57 @@
+"""Small traces and nets that tests share: random, but shaped like the real thing."""
+
+import torch
+from torch import Tensor, nn
+
+import exitwise as ew
+from exitwise.laplace import Curvature, CurvatureSum
+from exitwise.trace import HeadWeights, Split, Trace
+
+
+def features_and_labels(n: int, widths: list[int], classes: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """ReLU-like features that say something about the label, more at later exits."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (n,), generator=generator)
+    features = []
+    for k, p in enumerate(widths):
+        centres = torch.randn(classes, p, generator=torch.Generator().manual_seed(97 + k))
+        noise = torch.randn(n, p, generator=generator)
+        features.append((centres[labels] * (0.5 + 0.3 * k) + noise).relu())
+    return tuple(features), labels
+
+
+def random_trace(
+    n: int = 300, widths: tuple[int, ...] = (6, 7, 9), classes: int = 5, seed: int = 0, bias: bool = True
+) -> Trace:
+    """A trace whose heads fit its features roughly and too confidently."""
+    train, train_labels = features_and_labels(500, list(widths), classes, seed + 1)
+    heads, curvature = [], []
+    for k, x in enumerate(train):
+        phi = torch.cat([x, torch.ones(len(x), 1)], dim=1) if bias else x
+        target = nn.functional.one_hot(train_labels, classes).float() * 8
+        solution = torch.linalg.lstsq(phi, target).solution.T * (1.5 + 0.2 * k)
+        head = HeadWeights(solution[:, : x.shape[1]].contiguous(), solution[:, -1].contiguous() if bias else None)
+        sums = CurvatureSum(x.shape[1], classes, bias)
+        sums.update(x, head.logits(x))
+        heads.append(head)
+        curvature.append(sums.result())
+    val, test = (Split(*features_and_labels(n, list(widths), classes, seed + 2 + i)) for i in range(2))
+    costs = ew.Costs(tuple(1e6 * (k + 1) ** 1.5 for k in range(len(widths))))
+    names = tuple(f"class {i}" for i in range(classes))
+    return Trace(val, test, tuple(heads), tuple(curvature), costs, names)
+
+
+def random_curvature(p: int, c: int, n: int = 200, seed: int = 0, bias: bool = True) -> tuple[Curvature, Tensor]:
+    """Curvature of random features (n, p) with random logits, and the features, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(n, p, generator=generator, dtype=torch.float64) + 0.7
+    sums = CurvatureSum(p, c, bias)
+    sums.update(features, torch.randn(n, c, generator=generator, dtype=torch.float64) * 2)
+    return sums.result(), features
+
+
+def small_net(classes: int = 4) -> ew.MultiExitNet:
+    """Three exits on vectors of six numbers."""
+    stages = [nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Identity()]
+    heads = [ew.Head(nn.Identity(), nn.Linear(8, classes, bias=k != 1)) for k in range(3)]
+    return ew.MultiExitNet(stages, heads)
