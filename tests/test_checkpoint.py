@@ -424,7 +424,7 @@ def test_the_trained_checkpoint_has_the_public_names_and_loads(golden: Path) -> 
     ours = {public_name(key): value for key, value in net.state_dict().items()}
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    with pytest.raises(ew.InputError, match="must be of format 'exitwise.net'"):
+    with pytest.raises(ew.InputError, match=r"must be of format 'exitwise\.net'"):
         ew.load_net(file)
 
 

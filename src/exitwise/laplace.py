@@ -132,7 +132,7 @@ class Posterior:
 
     def scale_from(self, squares: Tensor) -> Tensor:
         scale: Tensor = squares @ self.inverse.to(squares.dtype) + self.offset.to(squares.dtype)
-        return scale
+        return scale.clamp(min=torch.finfo(scale.dtype).tiny)  # features all zero, no bias: a root needs more than 0
 
     def covariance(self, features: Tensor) -> Tensor:
         """(n, c, c), for small cases: everything else works without it."""
