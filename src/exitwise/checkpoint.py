@@ -102,20 +102,20 @@ def _check_fit(net: MultiExitNet, ours: Mapping[str, Tensor], theirs: Mapping[st
             f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}"
         )
     if problems:
-        fits = _fitting_preset(theirs)
         name = net.spec["preset"] if net.spec else "the net"
+        fits = _fitting_preset(theirs, first=name)
         raise InputError(f"{path} does not fit {name}: {', '.join(problems)}; {fits}")
     broken = next((key for key, value in theirs.items() if not tensorfiles.finite(value)), None)
     if broken:
         raise InputError(f"{path} holds values that are not finite in {broken!r}")
 
 
-def _fitting_preset(theirs: Mapping[str, Tensor]) -> str:
+def _fitting_preset(theirs: Mapping[str, Tensor], first: str) -> str:
     """In words: the preset whose keys and shapes a state dict has, but for classes and input channels."""
     shapes = {key: tuple(value.shape) for key, value in theirs.items() if not key.endswith("num_batches_tracked")}
     stem, last = shapes.get("stages.0.0.scales.0.0.weight", ()), shapes.get("heads.0.last.weight", ())
     if len(stem) == 4 and len(last) == 2:
-        for preset in models.list():
+        for preset in sorted(models.list(), key=lambda name: name != first):
             with torch.device("meta"):
                 net = models.msdnet(preset, num_classes=max(last[0], 2), in_channels=max(stem[1], 1))
             state = net.state_dict()

@@ -216,7 +216,7 @@ def evaluate(
     found = {}
     for each in dict.fromkeys((method_named(VANILLA), chosen)):
         calibration = _calibration(opened, tuner, each)
-        usable = score if score != "variance" or each.laplace else "confidence"
+        usable = "confidence" if score == "variance" and each != chosen else score  # vanilla has no draws
         policy = fit_policy(
             calibration.predict(trace.val), costs=trace.costs, budget=asked, strategy=strategy, score=usable
         )
@@ -368,7 +368,8 @@ def _bars() -> "Iterator[ProgressCall]":
         TextColumn("images"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=show.console(stderr=True)) as bars:
+    console = show.console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(name: str, done: int, total: int | None) -> None:

@@ -48,8 +48,10 @@ class Source:
 
 def collect_new(directory: Path, source: Source, batch_size: int, half: bool, progress: Progress) -> Trace:
     """Make a run from a checkpoint and a data set, and collect its trace."""
-    net = checkpoint.load_checkpoint(models.rebuild({"preset": source.preset}), source.checkpoint)
+    models.config(source.preset)  # a mistyped name is said before the data are read
     train, test = data.load(source.data, source.root)
+    net = models.rebuild({"preset": source.preset, "num_classes": len(train.classes)})
+    checkpoint.load_checkpoint(net, source.checkpoint)
     split = data.ValSplit.random(train, source.val_size, source.split_seed)
     with creating(directory) as new:
         about = {"name": source.data, "root": str(source.root.resolve()), "split_seed": source.split_seed}

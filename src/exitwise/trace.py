@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from re import search
 from typing import Any
 
 import torch
@@ -120,6 +121,9 @@ class Trace:
         _expect("costs", tensors["costs"], (torch.float64,), 1)
         _expect("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
         exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
+        beyond = next((key for key in tensors if (k := search(r"\.(\d+)(\.|$)", key)) and int(k[1]) >= exits), None)
+        if beyond:
+            raise InputError(f"it holds {beyond!r}, but costs of {exits} exits only")
         for k in range(exits):
             for factor in "AB":
                 _expect(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)

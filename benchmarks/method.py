@@ -1,0 +1,188 @@
+"""How fast the method is beside the network, as ratios of things interleaved in one run.
+
+usage: method.py [--small] [--out FILE]
+
+Run it alone on the machine. `--small` is a quick check that the benchmark itself works; its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import exitwise as ew
+from exitwise.calibration import standard_normals
+from exitwise.costs import Costs
+from exitwise.laplace import Curvature, Spectrum
+from exitwise.sampled import log_true_softmax
+from exitwise.trace import HeadWeights, Split, Trace
+from exitwise.tune import PRIOR_VARS, TEMPERATURES
+
+BATCH = 64
+RESULTS = Path(__file__).parent / "results" / "method.json"
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def forward(net: ew.MultiExitNet, images: torch.Tensor) -> None:
+    """One pass of the net over all images: what made the features."""
+    with torch.inference_mode():
+        for start in range(0, len(images), BATCH):
+            net.features(images[start : start + BATCH])
+
+
+def plain_search(trace: Trace, points: int) -> None:
+    """The grid search without any ideas: every draw of every logit, at `points` of the 400 grid points."""
+    draws = standard_normals(50, trace.num_classes, 0)
+    grid = [(k, t, v) for k in range(trace.num_exits) for t in TEMPERATURES for v in PRIOR_VARS][:points]
+    for k, temperature, prior_var in grid:
+        features = trace.val.features[k].float()
+        posterior = Spectrum(trace.curvature[k]).posterior(prior_var).single()
+        logits, shifts = trace.heads[k].logits(features), draws @ posterior.root.T
+        t = posterior.scale(features).sqrt()
+        for start in range(0, len(features), 250):
+            part = slice(start, start + 250)
+            z = logits[part, None] + t[part, None, None] * shifts
+            log_true_softmax(z, trace.val.labels[part], temperature)
+
+
+def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[str, Any]:
+    """The zoo's net and trace: search, prediction, and sweep with evaluation, each beside a forward pass."""
+    torch.set_num_threads(threads)
+    net = ew.load_net(ew.zoo.path("net.safetensors"))
+    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+    test = trace.test
+    assert test is not None
+    pictures = torch.randn(images, 3, 32, 32)
+    calibration = ew.calibrate(trace)
+    val, preds = calibration.predict(trace.val), calibration.predict(test)
+    forward(net, pictures[: 4 * BATCH])  # warm-up
+    times: dict[str, list[float]] = {}
+
+    def sweep_and_evaluate() -> None:
+        """From probabilities: predictions are wrapped anew so that nothing is remembered."""
+        policies = ew.sweep(val_probs, costs=trace.costs)
+        ew.budget_curve(test_probs, labels=test.labels, policies=policies, costs=trace.costs)
+
+    val_probs, test_probs = val.probs, preds.probs
+    steps: dict[str, Callable[[], object]] = {
+        "forward": lambda: forward(net, pictures),
+        "search": lambda: ew.calibrate(trace),
+        "predict": lambda: calibration.predict(test).probs,
+        "sweep_and_evaluate": sweep_and_evaluate,
+        "plain_search": lambda: plain_search(trace, plain_points),
+    }
+    for _ in range(repeats):
+        for name, step in steps.items():
+            times.setdefault(name, []).append(seconds(step))
+    per_image = [value / images for value in times["forward"]]
+    # Ratios within each repeat, then the median: what slows the machine down slows both.
+    ratios = {
+        "search / forward pass over val": [
+            s / (len(trace.val) * f) for s, f in zip(times["search"], per_image, strict=True)
+        ],
+        "plain search / forward pass over val": [
+            s * 400 / plain_points / (len(trace.val) * f) for s, f in zip(times["plain_search"], per_image, strict=True)
+        ],
+        "predict / forward pass over test": [
+            s / (len(test) * f) for s, f in zip(times["predict"], per_image, strict=True)
+        ],
+        "sweep and evaluation / forward pass over test": [
+            s / (len(test) * f) for s, f in zip(times["sweep_and_evaluate"], per_image, strict=True)
+        ],
+    }
+    return {
+        "threads": threads,
+        "repeats": repeats,
+        "images timed": images,
+        "plain search points timed": plain_points,
+        "median seconds": {name: round(median(values), 4) for name, values in times.items()},
+        "median ratios": {name: round(median(values), 4) for name, values in ratios.items()},
+        "all ratios": {name: [round(value, 4) for value in values] for name, values in ratios.items()},
+    }
+
+
+def imagenet_trace(n: int, classes: int, widths: tuple[int, ...]) -> Trace:
+    """A random trace of an ImageNet net's size: features, heads and curvature that look like a net's."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (n,), generator=generator)
+    features, heads, curvature = [], [], []
+    for p in widths:
+        centres = torch.randn(classes, p, generator=generator)
+        x = (centres[labels] + torch.randn(n, p, generator=generator)).relu_()
+        phi = torch.cat([x[:10_000], torch.ones(min(n, 10_000), 1)], dim=1).double()
+        heads.append(HeadWeights(centres * (12 / p**0.5), torch.zeros(classes)))
+        probs = heads[-1].logits(x[:10_000]).softmax(1).double()
+        B = torch.diag(probs.sum(0)) - probs.T @ probs
+        curvature.append(Curvature(phi.T @ phi, B, len(phi)))
+        features.append(x)
+    costs = Costs(tuple(float(k + 1) for k in range(len(widths))))
+    return Trace(Split(tuple(features), labels), None, tuple(heads), tuple(curvature), costs)
+
+
+def imagenet_search(n: int, classes: int, threads: int) -> dict[str, Any]:
+    """In a process of its own, so that the peak of its memory is its own."""
+    torch.set_num_threads(threads)
+    trace = imagenet_trace(n, classes, (384, 384, 352, 304, 560) if classes == 1000 else (24, 24, 22, 19, 35))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    taken = seconds(lambda: ew.calibrate(trace))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"n": n, "seconds": round(taken, 2), "peak GB": round(peak, 2), "GB before the search": round(before, 2)}
+
+
+def machine() -> dict[str, Any]:
+    models = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": str(date.today()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--imagenet", nargs=3, type=int, metavar=("N", "CLASSES", "THREADS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.imagenet:
+        print(json.dumps(imagenet_search(*arguments.imagenet)))
+        return
+    small = arguments.small
+    results: dict[str, Any] = {"command": "make benchmark", "machine": machine()}
+    results["cifar"] = [
+        cifar(threads, 1, 128, 2) if small else cifar(threads, 5, 5000, 40) for threads in ([1] if small else [1, 2])
+    ]
+    sizes, classes = ((500, 1000), 50) if small else ((25_000, 50_000), 1000)
+    runs = []
+    for n in sizes:
+        command = [sys.executable, __file__, "--imagenet", str(n), str(classes), "1" if small else "2"]
+        runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    growth = round(runs[1]["seconds"] / runs[0]["seconds"], 2)
+    results["imagenet"] = {"classes": classes, "exits": 5, "threads": 1 if small else 2, "runs": runs, "growth": growth}
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
