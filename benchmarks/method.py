@@ -68,6 +68,7 @@ def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[st
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     test = trace.test
     assert test is not None
+    splits = {"val": trace.val, "test": test}
     pictures = torch.randn(images, 3, 32, 32)
     calibration = ew.calibrate(trace)
     val, preds = calibration.predict(trace.val), calibration.predict(test)
@@ -90,21 +91,17 @@ def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[st
     for _ in range(repeats):
         for name, step in steps.items():
             times.setdefault(name, []).append(seconds(step))
-    per_image = [value / images for value in times["forward"]]
     # Ratios within each repeat, then the median: what slows the machine down slows both.
-    ratios = {
-        "search / forward pass over val": [
-            s / (len(trace.val) * f) for s, f in zip(times["search"], per_image, strict=True)
-        ],
-        "plain search / forward pass over val": [
-            s * 400 / plain_points / (len(trace.val) * f) for s, f in zip(times["plain_search"], per_image, strict=True)
-        ],
-        "predict / forward pass over test": [
-            s / (len(test) * f) for s, f in zip(times["predict"], per_image, strict=True)
-        ],
-        "sweep and evaluation / forward pass over test": [
-            s / (len(test) * f) for s, f in zip(times["sweep_and_evaluate"], per_image, strict=True)
-        ],
+    passes = {name: [len(split) / images * value for value in times["forward"]] for name, split in splits.items()}
+
+    def ratios(step: str, split: str, factor: float = 1.0) -> list[float]:
+        return [round(factor * s / f, 4) for s, f in zip(times[step], passes[split], strict=True)]
+
+    found = {
+        "search / forward pass over val": ratios("search", "val"),
+        "plain search / forward pass over val": ratios("plain_search", "val", 400 / plain_points),
+        "predict / forward pass over test": ratios("predict", "test"),
+        "sweep and evaluation / forward pass over test": ratios("sweep_and_evaluate", "test"),
     }
     return {
         "threads": threads,
@@ -112,8 +109,8 @@ def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[st
         "images timed": images,
         "plain search points timed": plain_points,
         "median seconds": {name: round(median(values), 4) for name, values in times.items()},
-        "median ratios": {name: round(median(values), 4) for name, values in ratios.items()},
-        "all ratios": {name: [round(value, 4) for value in values] for name, values in ratios.items()},
+        "median ratios": {name: median(values) for name, values in found.items()},
+        "all ratios": found,
     }
 
 
