@@ -7,6 +7,8 @@ from math import isfinite
 
 from exitwise.errors import InputError
 
+UNITS = ("MACs", "ms")
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -16,19 +18,27 @@ class Costs:
     unit: str = "MACs"
 
     def __post_init__(self) -> None:
-        values = tuple(float(value) for value in self.values)
+        try:
+            values = tuple(float(value) for value in self.values)
+        except (OverflowError, TypeError, ValueError):
+            raise InputError(
+                f"`costs` must be positive, finite numbers, one per exit, but got {self.values!r}"
+            ) from None
         object.__setattr__(self, "values", values)
         if not values or not all(isfinite(value) and value > 0 for value in values):
             raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
         if any(later <= earlier for earlier, later in pairwise(values)):
             raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
-        if self.unit not in ("MACs", "ms"):
-            raise InputError(f"`unit` must be 'MACs' or 'ms', but got {self.unit!r}")
+        if self.unit not in UNITS:
+            raise InputError(f"`unit` must be one of {', '.join(UNITS)}, but got {self.unit!r}")
 
     @classmethod
     def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
         """Costs as they are, or a plain sequence of cumulative MACs."""
-        return costs if isinstance(costs, Costs) else cls(tuple(costs))
+        try:
+            return costs if isinstance(costs, Costs) else cls(tuple(costs))
+        except TypeError:
+            raise InputError(f"`costs` must be Costs or a sequence of numbers, but got {costs!r}") from None
 
     def __len__(self) -> int:
         return len(self.values)

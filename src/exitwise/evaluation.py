@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -103,13 +104,21 @@ class BudgetCurve(Result):
 
     def mean(self, low: float, high: float) -> dict[str, float]:
         """Every metric averaged over costs from `low` to `high`: linear between the points, constant beyond them."""
-        if not 0 <= low < high:
+        if not 0 <= low < high < inf:
             raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
         cost = np.array([point.cost for point in self.points])
-        knots = np.concatenate([[low], cost[(cost > low) & (cost < high)], [high]])
-        names = [field.name for field in fields(Metrics)]
-        values = {name: np.interp(knots, cost, [getattr(point, name) for point in self.points]) for name in names}
-        return {name: float(np.trapezoid(value, knots) / (high - low)) for name, value in values.items()}
+        # Points inside keep their own values: where two cost the same the curve jumps, which `interp` would slope.
+        inside = (cost >= low) & (cost <= high)
+        knots = np.concatenate([[low], cost[inside], [high]])
+
+        def mean(values: Array) -> float:
+            ends = np.interp([low, high], cost, values)
+            return float(np.trapezoid(np.concatenate([ends[:1], values[inside], ends[1:]]), knots) / (high - low))
+
+        return {
+            field.name: mean(np.array([getattr(point, field.name) for point in self.points]))
+            for field in fields(Metrics)
+        }
 
 
 def evaluate(
@@ -142,6 +151,8 @@ def budget_curve(
         raise InputError(
             f"`decide_with` must have the exits and samples of `preds`, {preds.shape[:2]}, but has {decider.shape[:2]}"
         )
+    if not policies:
+        raise InputError("`policies` must hold at least one policy")
     exits, samples, classes = preds.shape
     costs = Costs.of(costs)
     if len(costs) != exits:

@@ -38,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} does not exist")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (RecursionError, ValueError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path} must hold a JSON object, but holds a {type(data).__name__}")

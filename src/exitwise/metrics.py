@@ -79,7 +79,9 @@ def _ties(confidence: Array) -> tuple[Array, Array]:
 
 def _adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
     edges = np.linspace(0, len(confidence), bins + 1).astype(np.int64)
-    sums = np.concatenate([[0.0], np.cumsum(confidence - correct)])
+    starts, sizes = _ties(confidence)
+    expected = np.repeat(np.add.reduceat(correct, starts) / sizes, sizes)  # among equals the order is chance
+    sums = np.concatenate([[0.0], np.cumsum(confidence - expected)])
     return float(np.abs(np.diff(sums[edges])).sum() / len(confidence))
 
 

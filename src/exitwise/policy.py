@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.costs import Costs
+from exitwise.costs import UNITS, Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.predictions import Array, ExitPrediction, Predictions
@@ -65,16 +65,26 @@ class Policy:
     q: float | None = None
 
     def __post_init__(self) -> None:
-        thresholds = tuple(float(value) for value in self.thresholds)
+        try:
+            thresholds = tuple(float(value) for value in self.thresholds)
+        except (OverflowError, TypeError, ValueError):
+            raise InputError(
+                f"`thresholds` must be numbers, one per exit, the last -inf, but got {self.thresholds!r}"
+            ) from None
         object.__setattr__(self, "thresholds", thresholds)
         if not thresholds or any(value != value for value in thresholds) or thresholds[-1] != -inf:
             raise InputError(f"`thresholds` must be numbers, one per exit, the last -inf, but got {list(thresholds)}")
         if self.score not in SCORES:
             raise InputError(f"`score` must be one of {', '.join(SCORES)}, but got {self.score!r}")
+        if self.unit not in UNITS:
+            raise InputError(f"`unit` must be one of {', '.join(UNITS)}, but got {self.unit!r}")
+        for name in ("cost", "budget", "q"):
+            if not isinstance(value := getattr(self, name), int | float | None):
+                raise InputError(f"`{name}` must be a number or None, but got {value!r}")
 
     def leaves(self, exit: int, score: Array) -> Array:
         """(n,) whether samples that have come as far as `exit` stop there, from their scores (n,)."""
-        return np.asarray(score >= self.thresholds[exit])
+        return np.asarray(score, dtype=np.float64) >= self.thresholds[exit]
 
     def exits(self, preds: Any) -> Array:
         """(n,) the exit that each sample takes."""
@@ -101,7 +111,7 @@ class Policy:
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
         try:
             return cls(**{**data, "thresholds": tuple(float(value) for value in data["thresholds"])})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"not a usable policy: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -134,9 +144,11 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
     table = scores(preds, score)
     costs_ = _costs(costs, len(table))
     policies = []
-    for q in np.arange(1, 40) / 20:
-        thresholds = _thresholds(table, np.floor(table.shape[1] * geometric_shares(q, len(table))), midway=False)
-        policy = Policy(thresholds, score, costs_.unit, q=float(q))
+    for p in range(1, 40):
+        # q = p / 20 in whole numbers, so that a share of exactly 30 samples is not 29 for rounding
+        weights = [p**k * 20 ** (len(table) - k) for k in range(1, len(table) + 1)]
+        counts = np.array([table.shape[1] * weight // sum(weights) for weight in weights])
+        policy = Policy(_thresholds(table, counts, midway=False), score, costs_.unit, q=p / 20)
         policies.append(_with_cost(policy, table, costs_))
     return policies
 
@@ -150,8 +162,9 @@ def fit_policy(
     strategy: str = "geometric",
     score: str = "confidence",
 ) -> Policy:
-    """Thresholds whose mean cost on these predictions is the budget, or as little below it as the samples allow.
+    """Thresholds whose mean cost on these predictions is the budget, or the closest below it that the family reaches.
 
+    Without ties that is within one sample's way from the first to the last exit. Tied samples leave together.
     `geometric` is the paper's family of shares with q bisected; thresholds lie midway between neighbouring scores.
     It needs no `labels`. The budget is in the unit of the costs, for one sample.
     """
@@ -161,10 +174,14 @@ def fit_policy(
     table = scores(preds, score)
     costs_ = _costs(costs, len(table))
     low, high = costs_.values[0], costs_.values[-1]
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not low <= budget <= high:
+    if (
+        isinstance(budget, bool)
+        or not isinstance(budget, int | float | np.integer | np.floating)
+        or not low <= budget <= high
+    ):
         raise InputError(
             f"`budget` must lie between the cost of the first exit and that of the last, "
-            f"{low:.6g} to {high:.6g} {costs_.unit}, but got {budget}"
+            f"{low:.10g} to {high:.10g} {costs_.unit}, but got {budget}"
         )
 
     def policy(log_q: float) -> Policy:
@@ -198,11 +215,13 @@ def _thresholds(scores: Array, counts: Array, midway: bool) -> tuple[float, ...]
         if count == 0 or count > len(here):
             thresholds.append(inf)
             continue
-        left = scores[k, here]
+        left = scores[k, here].astype(np.float64)
         at = float(np.partition(left, len(left) - count)[len(left) - count])
         if midway:
             lower = left[left < at]
-            at = (at + float(lower.max())) / 2 if len(lower) else -inf
+            below = float(lower.max()) if len(lower) else -inf
+            middle = (at + below) / 2
+            at = middle if middle > below or below == -inf else at  # nothing lies between neighbouring numbers
         thresholds.append(at)
         here = here[left < at]
     return (*thresholds, -inf)

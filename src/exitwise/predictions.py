@@ -60,7 +60,14 @@ class Predictions:
         """Predictions as they are, or made from a plain (K, n, c) tensor or array of probabilities."""
         if isinstance(preds, Predictions):
             return preds
-        probs = np.asarray(preds)
+        if hasattr(preds, "detach"):  # a tensor, perhaps on another device and with its graph
+            preds = preds.detach().cpu()
+        try:
+            probs = np.asarray(preds)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"`preds` must be Predictions or probabilities (exits, samples, classes): {error}"
+            ) from None
         if probs.ndim != 3 or 0 in probs.shape or not np.issubdtype(probs.dtype, np.floating):
             raise InputError(
                 f"`preds` must be Predictions or floating-point probabilities (exits, samples, classes), "
@@ -98,7 +105,7 @@ class Predictions:
     @property
     def predicted(self) -> Array:
         """(K, n) the most probable class at every exit."""
-        return self.reduce("predicted", lambda said: said.probs.argmax(axis=1))
+        return self.reduce("predicted", lambda said: said.log_probs.argmax(axis=1))
 
     @cached_property
     def variance(self) -> Array | None:

@@ -26,7 +26,7 @@ _CHUNK = 1 << 22  # numbers held at once by a step of either route
 _BLOCKS = 48  # blocks aimed at: their width is what matters, not how many samples they hold
 _SMALLEST_BLOCK = 64
 _NODES = 4  # Chebyshev nodes per block
-_REACH = 60.0  # the largest |t h / T| whose exponentials float32 multiplies and adds safely
+_REACH = 30.0  # the largest |t h / T| for which float32 holds every ratio of exponentials, e^60, with room to spare
 _TOLERANCE = 1e-6  # of a probability, relative: no more than float32 rounds off
 
 
