@@ -1,7 +1,7 @@
 """Weights from files: our own, and those of the two public MSDNet code bases."""
 
-import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ FORMAT, VERSION = "exitwise.net", 1
 # The public code's key names, piece by piece, and ours. Order matters: `.m.` is a neck in a classifier, and a
 # transition elsewhere.
 _RENAMES = (
-    (r"^module\.", ""),
     (r"^classifier\.(\d+)\.m\.(\d+)\.net\.", r"heads.\1.neck.\2."),
     (r"^classifier\.(\d+)\.linear\.", r"heads.\1.last."),
     (r"^blocks\.", "stages."),
@@ -31,7 +30,8 @@ _RENAMES = (
 
 def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
     """The net's weights in our own format, with the spec that rebuilds it."""
-    tensors = {key: value.detach().cpu() for key, value in net.state_dict().items()}
+    # Cloned, as weights that are tied share memory, which the file format cannot say.
+    tensors = {key: value.detach().cpu().clone() for key, value in net.state_dict().items()}
     tensorfiles.write(Path(path), tensors, FORMAT, VERSION, {"model": net.spec})
 
 
@@ -54,14 +54,20 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
 def load_net(path: str | Path) -> MultiExitNet:
     """The net of one of our own files, rebuilt by the preset that the file names, in evaluation mode."""
     path = Path(path)
-    _, header = tensorfiles.read(path)
+    tensors, header = tensorfiles.read(path)
     spec = tensorfiles.check_format(path, header, FORMAT, VERSION).get("model")
     if not isinstance(spec, dict):
         raise InputError(f"{path} does not say which preset it belongs to; build the net and use load_checkpoint")
+    with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
+        plan = models.rebuild(spec)
+    _check_fit(plan, plan.state_dict(), tensors, path)
     return load_checkpoint(models.rebuild(spec), path).eval()
 
 
 def _our_name(key: str) -> str:
+    key = key.removeprefix("module.")
+    if key.startswith(("stages.", "heads.")):  # ours already, whatever a net of one's own calls its modules
+        return key
     for pattern, replacement in _RENAMES:
         key = re.sub(pattern, replacement, key)
     return key
@@ -74,16 +80,21 @@ def _read(path: Path) -> dict[str, Tensor]:
         state: Any = tensorfiles.read(path)[0]
     else:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            with warnings.catch_warnings(action="ignore"):
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged or foreign file makes torch.load raise almost anything
+            kind = type(error).__name__
             raise InputError(
-                f"{path} is not a checkpoint of plain tensors, and nothing else is read: {reason}"
+                f"{path} is not a whole file of plain tensors, and nothing else is read ({kind})"
             ) from None
     for name in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
-    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    if (
+        not isinstance(state, Mapping)
+        or not state
+        or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items())
+    ):
         raise InputError(f"{path} must hold a state dict of named tensors, but holds a {type(state).__name__}")
     return dict(state)
 
@@ -102,25 +113,36 @@ def _check_fit(net: MultiExitNet, ours: Mapping[str, Tensor], theirs: Mapping[st
             f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}"
         )
     if problems:
-        name = net.spec["preset"] if net.spec else "the net"
-        fits = _fitting_preset(theirs, first=name)
-        raise InputError(f"{path} does not fit {name}: {', '.join(problems)}; {fits}")
+        fits = _fitting_preset(theirs, net.spec)
+        raise InputError(f"{path} does not fit {_words(net.spec)}: {', '.join(problems)}; {fits}")
     broken = next((key for key, value in theirs.items() if not tensorfiles.finite(value)), None)
     if broken:
         raise InputError(f"{path} holds values that are not finite in {broken!r}")
 
 
-def _fitting_preset(theirs: Mapping[str, Tensor], first: str) -> str:
-    """In words: the preset whose keys and shapes a state dict has, but for classes and input channels."""
+def _words(spec: Mapping[str, Any] | None) -> str:
+    if not spec or "preset" not in spec:
+        return "the net"
+    return repr(spec["preset"]) + "".join(f", {key}={value}" for key, value in spec.items() if key != "preset")
+
+
+def _fitting_preset(theirs: Mapping[str, Tensor], wanted: Mapping[str, Any] | None) -> str:
+    """In words: the preset whose keys and shapes a state dict has, with overrides where it needs them.
+
+    Of several, the one that was wanted, then one without overrides.
+    """
     shapes = {key: tuple(value.shape) for key, value in theirs.items() if not key.endswith("num_batches_tracked")}
     stem, last = shapes.get("stages.0.0.scales.0.0.weight", ()), shapes.get("heads.0.last.weight", ())
+    exits = sum(key.startswith("heads.") and key.endswith(".last.weight") for key in shapes)
+    found: list[Mapping[str, Any]] = []
     if len(stem) == 4 and len(last) == 2:
-        for preset in sorted(models.list(), key=lambda name: name != first):
+        for preset in [name for name, config in models.MSDNETS.items() if len(config.blocks) == exits]:
             with torch.device("meta"):
                 net = models.msdnet(preset, num_classes=max(last[0], 2), in_channels=max(stem[1], 1))
             state = net.state_dict()
             if shapes == {k: tuple(v.shape) for k, v in state.items() if not k.endswith("num_batches_tracked")}:
-                spec = net.spec or {}
-                changed = "".join(f", {key}={value}" for key, value in spec.items() if key != "preset")
-                return f"it fits {preset!r}{changed}"
-    return "no preset fits it"
+                found.append(net.spec or {})
+    if not found:
+        return "no preset fits it"
+    first = (wanted or {}).get("preset")
+    return f"it fits {_words(min(found, key=lambda spec: (spec['preset'] != first, len(spec))))}"

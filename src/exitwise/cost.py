@@ -31,7 +31,9 @@ def macs(
     """
     if (input_shape is None) == (example_inputs is None):
         raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
-    inputs = torch.empty(1, *input_shape) if input_shape is not None else example_inputs
+    shown = "`example_inputs`" if input_shape is None else f"shape {input_shape}"
+    if any(isinstance(module, nn.MultiheadAttention) for module in net.modules()):
+        raise InputError("cannot count the MACs of a MultiheadAttention: no counting rule for it")
     twin = copy.deepcopy(net).to("meta").eval()
     counts: list[int] = []
 
@@ -42,13 +44,15 @@ def macs(
     cumulative = []
     with torch.no_grad():
         try:
+            inputs = example_inputs if input_shape is None else torch.empty(1, *input_shape)
             for head, state in twin.states(_to_meta(inputs)):
                 head(state)
                 cumulative.append(sum(counts))
-        except RuntimeError as error:
-            raise InputError(
-                f"the net cannot take inputs of shape {input_shape or '`example_inputs`'}: {error}"
-            ) from None
+        except InputError:
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"the net cannot take inputs of {shown}: {reason}") from None
     for hook in hooks:
         hook.remove()
     return cumulative
@@ -80,6 +84,7 @@ _ADAPTIVE_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPoo
 _FREE = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm),
     *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Embedding),
+    nn.Sequential,  # an empty one: those with modules in them are not counted themselves
 )
 
 

@@ -8,6 +8,16 @@ from torch import Tensor, nn
 from exitwise.errors import InputError
 
 
+def _modules(name: str, modules: Iterable[nn.Module]) -> nn.ModuleList:
+    if not isinstance(modules, Iterable):
+        raise InputError(f"`{name}` must be a sequence of modules, one per exit, but got {type(modules).__name__}")
+    modules = list(modules)
+    for k, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise InputError(f"`{name}[{k}]` must be an nn.Module, but got {type(module).__name__}")
+    return nn.ModuleList(modules)
+
+
 class Head(nn.Module):
     """One exit: a neck that turns a stage's state into features (n, p), and the last linear layer on top.
 
@@ -16,6 +26,8 @@ class Head(nn.Module):
 
     def __init__(self, neck: nn.Module, last: nn.Linear) -> None:
         super().__init__()
+        if not isinstance(neck, nn.Module):
+            raise InputError(f"`neck` must be an nn.Module, but got {type(neck).__name__}")
         if not isinstance(last, nn.Linear):
             raise InputError(f"`last` must be the exit's nn.Linear, but got {type(last).__name__}")
         self.neck = neck
@@ -40,8 +52,8 @@ class MultiExitNet(nn.Module):
 
     def __init__(self, stages: Iterable[nn.Module], heads: Iterable[Head], spec: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self.heads = nn.ModuleList(heads)
+        self.stages = _modules("stages", stages)
+        self.heads = _modules("heads", heads)
         # How to build this net again, e.g. {"preset": "cifar100-small"}; None for a net of the user's own.
         self.spec = spec
         if not self.stages or len(self.stages) != len(self.heads):

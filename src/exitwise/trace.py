@@ -121,7 +121,7 @@ class Trace:
         _expect("costs", tensors["costs"], (torch.float64,), 1)
         _expect("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
         exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
-        beyond = next((key for key in tensors if (k := search(r"\.(\d+)(\.|$)", key)) and int(k[1]) >= exits), None)
+        beyond = next((key for key in tensors if (m := search(r"\.(\d+)(\.|$)", key)) and int(m[1]) >= exits), None)
         if beyond:
             raise InputError(f"it holds {beyond!r}, but costs of {exits} exits only")
         for k in range(exits):

@@ -10,7 +10,7 @@ from exitwise.models.msdnet import msdnet
 from exitwise.models.presets import Config, look_up
 from exitwise.net import MultiExitNet
 
-__all__ = ["BUDGET_RANGES", "budget_range", "config", "list", "msdnet", "rebuild"]
+__all__ = ["BUDGET_RANGES", "MSDNETS", "budget_range", "config", "list", "msdnet", "rebuild"]
 
 PRESETS: Mapping[str, Config] = MSDNETS
 
@@ -39,10 +39,12 @@ def config(preset: str) -> Config:
 
 def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     """The untrained net of a spec, such as {"preset": "cifar100-small"}; a spec is data, it can only name presets."""
-    if "preset" not in spec or not set(spec) <= {"preset", "num_classes", "in_channels"}:
-        raise InputError(
-            f"a model spec must hold `preset` and at most `num_classes`, `in_channels`, but got {dict(spec)}"
-        )
+    if (
+        not isinstance(spec, Mapping)
+        or "preset" not in spec
+        or not set(spec) <= {"preset", "num_classes", "in_channels"}
+    ):
+        raise InputError(f"a model spec must hold `preset` and at most `num_classes`, `in_channels`, but got {spec}")
     return msdnet(**spec)
 
 

@@ -23,7 +23,7 @@ C = TypeVar("C", bound=Config)
 
 def look_up(preset: str, presets: Mapping[str, C]) -> C:
     """The configuration of that name, or an error with the nearest one."""
-    if preset not in presets:
+    if not isinstance(preset, str) or preset not in presets:
         near = get_close_matches(str(preset), presets, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(presets)}"
         raise InputError(f"`preset` must be the name of a model, but got {preset!r}; {hint}")
