@@ -123,7 +123,7 @@ def imagenet_trace(n: int, classes: int, widths: tuple[int, ...]) -> Trace:
         centres = torch.randn(classes, p, generator=generator)
         x = (centres[labels] + torch.randn(n, p, generator=generator)).relu_()
         phi = torch.cat([x[:10_000], torch.ones(min(n, 10_000), 1)], dim=1).double()
-        heads.append(HeadWeights(centres * (12 / p**0.5), torch.zeros(classes)))
+        heads.append(HeadWeights(centres * (14 / p), torch.zeros(classes)))
         probs = heads[-1].logits(x[:10_000]).softmax(1).double()
         B = torch.diag(probs.sum(0)) - probs.T @ probs
         curvature.append(Curvature(phi.T @ phi, B, len(phi)))

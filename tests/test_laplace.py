@@ -130,6 +130,16 @@ def test_factors_summed_in_float32_are_handled(mode: str) -> None:
     assert bool(torch.isfinite(posterior.root).all())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_net_that_is_certain_of_everything_has_no_curvature_in_B_and_is_handled(mode: str) -> None:
+    torch.manual_seed(6)
+    features, labels = torch.randn(500, 4), torch.randint(7, (500,))
+    sums = CurvatureSum(4, 7)
+    sums.update(features, torch.nn.functional.one_hot(labels, 7) * 60.0)
+    posterior = Spectrum(sums.result(), mode).posterior(2.0)  # type: ignore[arg-type]
+    assert bool(torch.isfinite(posterior.covariance(features[:3].double())).all())
+
+
 @pytest.mark.parametrize("factor", ["A", "B"])
 def test_an_indefinite_factor_is_refused(factor: str) -> None:
     curvature, _ = random_curvature(3, 3)

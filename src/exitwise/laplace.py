@@ -153,8 +153,8 @@ class Spectrum:
         # The bias row and column of A are those that `naive` keeps apart.
         self._apart = mode == "naive" and bias
         A = curvature.A[:-1, :-1] if self._apart else curvature.A
-        self._a, self._basis = _eigh(A, "A")
-        self._b, self._directions = _eigh(curvature.B, "B")
+        self._a, self._basis = _eigh(A, "A", curvature.n)
+        self._b, self._directions = _eigh(curvature.B, "B", curvature.n)
 
     def posterior(self, prior_var: float | Tensor) -> Posterior:
         """The posterior under a prior variance, float64; differentiable in it."""
@@ -172,14 +172,14 @@ class Spectrum:
         return Posterior(self.mode, self._basis, inverse, offset, root)
 
 
-def _eigh(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and -vectors of a sum of outer products, in float64.
+def _eigh(factor: Tensor, name: str, n: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and -vectors of a sum of outer products over n samples, in float64.
 
-    Sums made in float32 may have slightly negative eigenvalues: within rounding they are zeros. Below that the matrix
-    is not what it should be, and any answer from it would be wrong.
+    Sums made in float32, or of a net that is certain of everything, may have slightly negative eigenvalues: within
+    rounding they are zeros. Below that the matrix is not what it should be, and any answer from it would be wrong.
     """
     values, vectors = torch.linalg.eigh(factor.double())
-    if float(values[0]) < -1e-5 * max(float(values[-1]), 0.0) or float(values[-1]) < 0:
+    if float(values[0]) < -1e-5 * float(values[-1].abs()) - 1e-6 * n:
         raise InputError(
             f"curvature factor {name} must be positive semi-definite, "
             f"but has eigenvalues from {float(values[0]):.3g} to {float(values[-1]):.3g}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from exitwise.laplace import Posterior
 
-_CHUNK = 1 << 22  # numbers held at once by a step of either route
+_CHUNK = 1 << 21  # numbers held at once by a step of either route
 _BLOCKS = 48  # blocks aimed at: their width is what matters, not how many samples they hold
 _SMALLEST_BLOCK = 64
 _NODES = 4  # Chebyshev nodes per block
