@@ -49,10 +49,11 @@ def forward(net: ew.MultiExitNet, images: torch.Tensor) -> None:
 def plain_search(trace: Trace, points: int) -> None:
     """The grid search without any ideas: every draw of every logit, at `points` of the 400 grid points."""
     draws = standard_normals(50, trace.num_classes, 0)
+    spectra = [Spectrum(curvature) for curvature in trace.curvature]
     grid = [(k, t, v) for k in range(trace.num_exits) for t in TEMPERATURES for v in PRIOR_VARS][:points]
     for k, temperature, prior_var in grid:
         features = trace.val.features[k].float()
-        posterior = Spectrum(trace.curvature[k]).posterior(prior_var).single()
+        posterior = spectra[k].posterior(prior_var).single()
         logits, shifts = trace.heads[k].logits(features), draws @ posterior.root.T
         t = posterior.scale(features).sqrt()
         for start in range(0, len(features), 250):

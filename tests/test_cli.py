@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def test_evaluate_is_the_library_at_that_budget(run: Path, exitwise: Command) ->
     assert "everyone" in text
 
 
+def test_a_budget_in_milliseconds_where_costs_are(run: Path, exitwise: Command) -> None:
+    trace = ew.Trace.load(run / "trace.safetensors")
+    (run / "trace.safetensors").unlink()
+    replace(trace, costs=ew.Costs((2.0, 5.0, 9.0, 14.0), "ms")).save(run / "trace.safetensors")
+    found = exitwise("evaluate", run, "--budget", "8ms", "--method", "T_opt", "--json").json
+    assert found["unit"] == "ms"
+    assert found["methods"]["T_opt"]["evaluation"]["cost"] == pytest.approx(8, rel=0.05)
+    refused = exitwise("evaluate", run, "--budget", "2e7", "--method", "T_opt")
+    assert "2e7 is in MACs, but the costs of this run are in ms" in refused.err
+
+
 @pytest.mark.parametrize("score", ["entropy", "variance"])
 def test_evaluate_by_other_scores(run: Path, exitwise: Command, score: str) -> None:
     found = exitwise("evaluate", run, "--budget", "2e7", "--method", "Laplace", "--score", score, "--json").json
@@ -217,7 +229,11 @@ def test_collect_makes_a_run_and_collects_it_again(
     assert refused.status == 2
     assert "--force" in refused.err
     assert exitwise("collect", tmp_path / "run", "--model", "tiny-8", "--force").status == 2
+    exitwise("evaluate", tmp_path / "run", "--budget", "50%", "--method", "MIE")
+    assert (tmp_path / "run" / "policy.json").exists()
     assert exitwise("collect", tmp_path / "run", "--force", "--half").status == 0
+    left = {path.name for path in (tmp_path / "run").iterdir()}  # what was made from the old trace is gone
+    assert left == {"run.json", "net.safetensors", "split.safetensors", "trace.safetensors"}
     again = ew.Trace.load(tmp_path / "run" / "trace.safetensors")
     assert again.val.features[0].dtype == torch.float16
     assert torch.equal(again.val.labels, trace.val.labels)

@@ -186,6 +186,13 @@ def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name
         assert preds.variance[k] == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-7)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_samples_are_no_problem(mode: str) -> None:
+    trace = random_trace()
+    found = ew.calibrate(trace, samples=4, mode=mode)  # type: ignore[arg-type]
+    assert found.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
+
+
 def test_there_is_no_variance_without_draws() -> None:
     trace = random_trace()
     assert ew.calibrate(trace, "MIE T_opt").predict(trace.val).variance is None

@@ -88,7 +88,7 @@ class CalibratedExit:
         """(n, c) from features (n, p), float32."""
         features = features.float()
         logits = self.head.logits(features)
-        if self.posterior is None or self.draws is None:
+        if self.posterior is None or self.draws is None or not len(features):
             return (logits / self.temperature).log_softmax(dim=1)
         if self.posterior.mode == "paper":
             shifts = self.draws @ self.posterior.root.to(self.draws.dtype).T

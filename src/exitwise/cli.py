@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import exitwise
@@ -112,11 +113,12 @@ def demo(
     )
     out_console.print(show.ablation(found.ablation, "Ablation", published, out_console.width))
     out_console.print("\n" + show.summary(found.ablation))
+    place = escape(str(out))  # brackets in a path are no markup
     out_console.print(
-        f"\nThe run is in [bold]{out}[/bold]. What to try next:\n"
-        f"  exitwise evaluate {out} --budget 50%    [dim]what half of the cost buys[/dim]\n"
-        f"  exitwise ablate {out}    [dim]with the decision experiment[/dim]\n"
-        f"  exitwise calibrate {out} --search continuous\n"
+        f"\nThe run is in [bold]{place}[/bold]. What to try next:\n"
+        f"  exitwise evaluate {place} --budget 50%    [dim]what half of the cost buys[/dim]\n"
+        f"  exitwise ablate {place}    [dim]with the decision experiment[/dim]\n"
+        f"  exitwise calibrate {place} --search continuous\n"
         f"  exitwise cost cifar100-small    [dim]what each exit costs[/dim]\n",
         soft_wrap=True,
     )
@@ -141,9 +143,10 @@ def collect(
 ) -> None:
     """Run the net once over every split and keep the trace: features of val and test, curvature of train.
 
-    An existing RUN knows its net, data set and split. A new RUN is made from --model, --checkpoint, --data and --root.
+    An existing RUN knows its net, data set and split; what was made from its old trace goes with it.
+    A new RUN is made from --model, --checkpoint, --data and --root.
     """
-    from exitwise import commands, show
+    from exitwise import commands
 
     if batch_size < 1:
         raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
@@ -162,7 +165,7 @@ def collect(
     if as_json:
         splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
         return _print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
-    show.console().print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}", soft_wrap=True)
+    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}")
     return None
 
 
@@ -195,7 +198,10 @@ def calibrate(
 @app.command()
 def evaluate(
     run: RunArgument,
-    budget: Annotated[str, typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms.")],
+    budget: Annotated[
+        str,
+        typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms where costs are in ms."),
+    ],
     method: MethodOption = _OURS,
     score: Annotated[str, typer.Option(help="What decides: confidence, entropy or variance.")] = "confidence",
     strategy: Annotated[str, typer.Option(help="How thresholds are made: geometric.")] = "geometric",

@@ -77,6 +77,7 @@ def collect_again(
     train, test = data.load(str(about.get("name")), place)
     net = checkpoint.load_net(run.net_file)
     trace = _collect(net, data.ValSplit.load(run.split_file), train, test, batch_size, progress)
+    run.forget()
     trace.save(run.trace_file, dtype=torch.float16 if half else torch.float32)
     return trace
 

@@ -58,6 +58,12 @@ class Run:
         file = self.calibration_file(method)
         return Calibration.load(file) if file.is_file() else None
 
+    def forget(self) -> None:
+        """Remove what was made from the trace, which is about to be another one."""
+        shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
+        for name in ("policy.json", "results.json"):
+            (self.directory / name).unlink(missing_ok=True)
+
     def save_policy(self, policy: Policy) -> None:
         policy.save(self.directory / "policy.json")
 

@@ -1,0 +1,73 @@
+"""What the README shows and claims."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import exitwise as ew
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARK = json.loads((ROOT / "benchmarks" / "results" / "method.json").read_text())
+
+
+def loader(n: int) -> "DataLoader[tuple[torch.Tensor, ...]]":
+    return DataLoader(TensorDataset(torch.rand(n, 1, 8, 8), torch.arange(n) % 10), batch_size=16)
+
+
+def test_python_in_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"train_loader": loader(64), "val_loader": loader(32), "test_loader": loader(32)}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    shown = re.search(r"top-1 (\d+\.\d+%)", README)
+    assert shown is not None
+    assert f"top-1 {shown[1]}" in printed
+    assert ew.Trace.load(tmp_path / "trace.safetensors").num_exits == 2
+
+
+def test_the_demo_in_the_readme_is_what_the_demo_prints() -> None:
+    """Every row of numbers that the README shows, from the library."""
+    table = ew.ablation(ew.Trace.load(ew.zoo.path("trace.safetensors")))
+    shown = README.split("<!-- demo -->")[1].split("Read it so")[0]
+    rows = 0
+    for row in table:
+        for line in shown.splitlines():
+            cells = line.removeprefix("    ").removeprefix(row.method).split()
+            if line.startswith(f"    {row.method}  ") and cells[0][0].isdigit():
+                rows += 1
+                assert cells[0] == f"{row.top1 * 100:.2f}"
+                assert f"{row.nlpd:.3f}" in cells
+                assert f"{row.ece:.3f}".lstrip("0") in cells
+    assert rows == 5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_benchmark_figures_in_the_readme_are_those_of_the_committed_run(threads: int) -> None:
+    part = README.split("<!-- benchmark -->")[1].split("\n\nThe trick")[0]
+    ratios = next(run for run in BENCHMARK["cifar"] if run["threads"] == threads)["median ratios"]
+    for name, digits in {"search": 2, "predict": 4, "sweep and evaluation": 4}.items():
+        value = next(value for key, value in ratios.items() if key.startswith(name))
+        shown = f"{value:.2f}" if digits == 2 else f"{value:.2%}".replace("%", " %")
+        assert shown in part, f"{name} with {threads} threads is {shown}"
+
+
+def test_the_targets_were_met_in_the_committed_run() -> None:
+    for run in BENCHMARK["cifar"]:
+        ratios = run["median ratios"]
+        assert ratios["search / forward pass over val"] <= 0.5
+        assert ratios["predict / forward pass over test"] <= 0.03
+        assert ratios["sweep and evaluation / forward pass over test"] <= 0.02
+    large = BENCHMARK["imagenet"]
+    assert [run["n"] for run in large["runs"]] == [25_000, 50_000]
+    assert max(run["peak GB"] for run in large["runs"]) <= 4
+    assert large["growth"] <= 2.2
