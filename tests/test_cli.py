@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,8 @@ def test_bad_usage_is_one_line_and_status_two(exitwise: Command, arguments: list
         (["calibrate", "--mode", "luck"], "`mode`"),
         (["calibrate", "--search", "luck"], "`search`"),
         (["calibrate", "--samples", "0"], "`samples`"),
+        (["calibrate", "--seed", "99999999999999999999999"], "`seed`"),
+        (["calibrate", "--seed", "-1"], "`seed`"),
         (["ablate", "--budget-range", "3e7", "1e7"], "`budget_range`"),
     ],
 )
@@ -338,6 +341,49 @@ def test_truncated_files_of_a_run_are_named(run: Path, exitwise: Command) -> Non
     (run / "run.json").unlink()
     (run / "run.json").write_text("{oops")
     assert "run.json is not valid JSON" in exitwise("calibrate", run).err
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ("[]", "must hold a JSON object"),
+        ('{"format": "exitwise.run", "version": 9}', "version 9"),
+        ('{"format": "exitwise.run", "version": 1, "data": []}', "must name its data set"),
+        ('{"format": "exitwise.run", "version": 1, "data": {"name": "cifar100", "root": 5}}', "must give a folder"),
+    ],
+)
+def test_odd_run_files_are_refused(run: Path, exitwise: Command, about: str, message: str) -> None:
+    (run / "run.json").unlink()
+    (run / "run.json").write_text(about)
+    for command in (["calibrate", run], ["collect", run, "--force"]):
+        done = exitwise(*command)
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert message in done.err
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(run: Path) -> None:
+    """No file may grow beyond 100 kB: writing the calibration fails half-way."""
+    script = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m exitwise calibrate {run} --method 'Laplace'"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "could not be written" in done.stderr
+    assert list((run / "calibrations").iterdir()) == []
+
+
+def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "exitwise", "demo", "--out", "run"], cwd=tmp_path)
+    while not list(tmp_path.glob(".run.*")) and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_without_the_characters_is_no_crash() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "exitwise", "cost", "tiny-8"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "naive Laplace" in done.stdout
 
 
 def test_a_place_that_cannot_be_written_is_named(run: Path, exitwise: Command) -> None:

@@ -61,6 +61,15 @@ def test_sums_do_not_depend_on_the_batches(batch: int) -> None:
     assert found.n == 200
 
 
+def test_a_result_is_not_changed_by_what_comes_after() -> None:
+    sums = CurvatureSum(2, 2)
+    sums.update(torch.ones(3, 2), torch.zeros(3, 2))
+    before = sums.result()
+    A = before.A.clone()
+    sums.update(torch.ones(3, 2), torch.zeros(3, 2))
+    assert torch.equal(before.A, A)
+
+
 def test_exponential_average_follows_the_public_rule() -> None:
     torch.manual_seed(2)
     batches = [(torch.randn(16, 3), torch.randn(16, 4)) for _ in range(40)]

@@ -71,11 +71,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"curvature.0.B": torch.full((5, 5), float("inf"), dtype=torch.float64)}, "curvature.0.B holds values"),
     ({"curvature.0.B": torch.arange(25, dtype=torch.float64).view(5, 5)}, "curvature.0.B must be symmetric"),
     ({"curvature.n": torch.tensor([0])}, "curvature.n must be one positive number"),
+    ({"curvature.n": torch.tensor([1, 2])}, "curvature.n must be one number"),
+    ({"val.labels": torch.tensor(1)}, "val.labels must be 1-dimensional"),
+    ({"val.index": torch.zeros(300)}, "val.index must be 1-dimensional torch.int64"),
+    ({"head.0.weight": torch.tensor(1.0)}, "head.0.weight must be 2-dimensional"),
     ({"curvature.n": torch.tensor([5.0])}, "curvature.n must be 1-dimensional torch.int64"),
     ({"val.labels": None}, "lacks 'val.labels'"),
     ({"val.labels": torch.full((300,), 5)}, "val.labels must lie in 0..4, but reach from 5 to 5"),
     ({"val.labels": torch.full((300,), -1)}, "val.labels must lie in 0..4"),
-    ({"val.labels": torch.zeros(300)}, "val.labels must be a non-empty row of int64"),
+    ({"val.labels": torch.zeros(300)}, "val.labels must be 1-dimensional torch.int64"),
     ({"val.labels": torch.zeros(299, dtype=torch.int64)}, "val.features.0 must have shape"),
     ({"val.features.1": None}, "lacks 'val.features.1'"),
     ({"val.features.1": torch.zeros(300, 8)}, "val.features.1 must have shape"),
@@ -231,6 +235,7 @@ def test_collect_counts_macs_and_knows_the_preset() -> None:
     [
         ((torch.zeros(2, 6), torch.tensor([0, 4])), "label 0 to 4 outside the net's 4 classes"),
         ((torch.zeros(2, 6), torch.tensor([0])), "one label per image"),
+        ((torch.zeros(2, 6), torch.tensor([0.5, 1.5])), "whole numbers as labels"),
         (torch.zeros(2, 6), "must give (images, labels)"),
         ((torch.full((2, 6), float("nan")), torch.tensor([0, 1])), "not finite, first for sample 0 of `val`"),
     ],
@@ -239,6 +244,25 @@ def test_bad_batches_are_named(batch: Any, message: str) -> None:
     with pytest.raises(ew.InputError) as error:
         ew.collect(small_net(), [batch], [batch], costs=[1, 2, 3])
     assert message in str(error.value)
+
+
+def test_a_net_that_cannot_be_counted_is_refused_before_any_pass() -> None:
+    class Mean(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean()
+
+    net, calls = small_net(), []
+    net.stages[2] = Mean()
+    net.stages[0].register_forward_hook(lambda module, args, output: calls.append(output.device.type))
+    with pytest.raises(ew.InputError, match="no counting rule for it; give `costs`"):
+        ew.collect(net, **loaders())
+    assert "cpu" not in calls
+    assert ew.collect(net, **loaders(), costs=[1, 2, 3]).costs.values == (1, 2, 3)
+
+
+def test_class_names_are_counted_before_any_pass() -> None:
+    with pytest.raises(ew.InputError, match="`classes` must name the net's 4 classes, but names 1"):
+        ew.collect(small_net(), [], [], costs=[1, 2, 3], classes=["cat"])
 
 
 def test_an_empty_loader_is_refused() -> None:

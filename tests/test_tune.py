@@ -1,5 +1,7 @@
 """Calibration against a plain loop over grid points, samples held whole."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,11 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.calibration import Calibration, method_named
+from exitwise.calibration import Calibration
 from exitwise.laplace import MODES, Spectrum
+from exitwise.methods import method_named
 from exitwise.sampled import sample_logits
+from exitwise.trace import HeadWeights
 from exitwise.tune import PRIOR_VARS, TEMPERATURES, Tuner
 
 TUNED = [name for name in ew.METHODS if "opt" in name]
@@ -218,6 +222,13 @@ def test_features_of_half_precision_and_plain_tensors_are_taken() -> None:
         ({"prior_vars": [float("nan")]}, "`prior_vars`"),
         ({"draws": torch.zeros(5, 3)}, "`draws`"),
         ({"draws": torch.full((5, 5), float("nan"))}, "`draws`"),
+        ({"draws": np.zeros((5, 5))}, "`draws`"),
+        ({"method": 5}, "`method`"),
+        ({"seed": "a"}, "`seed`"),
+        ({"seed": 2**70}, "`seed`"),
+        ({"temperatures": 1.0}, "`temperatures`"),
+        ({"temperatures": ["hot"]}, "`temperatures`"),
+        ({"temperatures": [1e-39, 1.0]}, "not finite at some grid points"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
@@ -241,10 +252,35 @@ def test_methods_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
         ew.Method(**bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_search_that_meets_no_number_is_refused_and_not_picked_from(mode: str) -> None:
+    trace = random_trace()
+    trace.val.features[1][3] *= 1e22  # finite, and its square is not
+    with pytest.raises(ew.InputError, match="exit 1: the validation NLPD is not finite"):
+        ew.calibrate(trace, mode=mode)  # type: ignore[arg-type]
+
+
+def test_heads_of_any_precision_are_taken() -> None:
+    trace = random_trace()
+    expected = ew.calibrate(trace, "MIE Laplace").predict(trace.val).probs
+    for dtype in (torch.float64, torch.float16):
+        heads = tuple(HeadWeights(h.weight.to(dtype), h.bias.to(dtype)) for h in trace.heads if h.bias is not None)
+        found = ew.calibrate(replace(trace, heads=heads), "MIE Laplace").predict(trace.val).probs
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+
+
 def test_features_that_do_not_fit_are_refused() -> None:
     trace = random_trace()
     made = ew.calibrate(trace, "Laplace")
     with pytest.raises(ew.InputError, match="3 exits"):
         made.predict(trace.val.features[:2])
+    broken = [x.clone() for x in trace.val.features]
+    broken[2][4, 1] = float("nan")
+    with pytest.raises(ew.InputError, match="exit 2 must be a tensor of finite numbers"):
+        made.predict(broken)
+    with pytest.raises(ew.InputError, match="exit 0 must be a tensor"):
+        made.predict([x.numpy() for x in trace.val.features])  # type: ignore[misc]
+    with pytest.raises(ew.InputError, match="`split` must be a Split"):
+        made.predict(5)  # type: ignore[arg-type]
     with pytest.raises(ew.InputError, match="features of exit 1"):
         made.predict((trace.val.features[0], trace.val.features[0], trace.val.features[2]))

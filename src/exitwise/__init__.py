@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from exitwise import metrics as metrics
     from exitwise import models as models
     from exitwise import zoo as zoo
-    from exitwise.calibration import METHODS as METHODS
     from exitwise.calibration import Calibration as Calibration
-    from exitwise.calibration import Method as Method
     from exitwise.checkpoint import load_checkpoint as load_checkpoint
     from exitwise.checkpoint import load_net as load_net
     from exitwise.checkpoint import save_checkpoint as save_checkpoint
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from exitwise.evaluation import Evaluation as Evaluation
     from exitwise.evaluation import budget_curve as budget_curve
     from exitwise.evaluation import evaluate as evaluate
+    from exitwise.methods import METHODS as METHODS
+    from exitwise.methods import Method as Method
     from exitwise.net import Head as Head
     from exitwise.net import MultiExitNet as MultiExitNet
     from exitwise.policy import Policy as Policy
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 # Public names and where they live, imported when first used: policies and predictions work where torch is absent.
 # No module has the name of a function in it, or importing that module would hide the function.
 _HOMES = {
-    "METHODS": "calibration",
+    "METHODS": "methods",
     "BudgetCurve": "evaluation",
     "Calibration": "calibration",
     "Costs": "costs",
     "Evaluation": "evaluation",
     "Head": "net",
     "InputError": "errors",
-    "Method": "calibration",
+    "Method": "methods",
     "MultiExitNet": "net",
     "Policy": "policy",
     "Predictions": "predictions",

@@ -1,13 +1,11 @@
-"""Methods, the twelve rows of the paper's ablation, and what a net says that was calibrated by one of them."""
+"""What a calibrated net says: every exit's last layer with its posterior and temperature, and their ensemble."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
-from itertools import product
+from functools import cached_property
 from math import log
 from pathlib import Path
-from re import sub
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,62 +14,16 @@ from torch import Tensor
 from exitwise import tensorfiles
 from exitwise.errors import InputError
 from exitwise.laplace import MODES, Mode, Posterior, Spectrum
+from exitwise.methods import Method
 from exitwise.predictions import Array, ExitPrediction, Predictions
 from exitwise.sampled import chunks, log_mean_softmax, mean_log_probs, sample_logits
+from exitwise.seeds import generator_of
 from exitwise.trace import HeadWeights, Split, Trace
 
+if TYPE_CHECKING:
+    import pandas
+
 FORMAT, VERSION = "exitwise.calibration", 1
-SAMPLES = 50
-
-
-@dataclass(frozen=True)
-class Method:
-    """A row of the ablation: which parts of the method are switched on."""
-
-    laplace: bool = True
-    ensemble: Literal["mie"] | None = "mie"
-    tune_temperature: bool = True
-    tune_prior: bool = True
-
-    def __post_init__(self) -> None:
-        if self.ensemble not in (None, "mie"):
-            raise InputError(f"`ensemble` must be None or 'mie', but got {self.ensemble!r}")
-        if self.tune_prior and not self.laplace:
-            raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
-
-    @property
-    def name(self) -> str:
-        """The paper's name."""
-        parts = {"MIE": self.ensemble, "Laplace": self.laplace}
-        parts |= {"T_opt": self.tune_temperature, "sigma_opt": self.tune_prior}
-        return " ".join(name for name, on in parts.items() if on) or "MSDNet (vanilla)"
-
-    @property
-    def slug(self) -> str:
-        """The name as a file name."""
-        return sub(r"[^a-z0-9_]+", "-", self.name.lower()).strip("-")
-
-
-def _all_methods() -> Iterator[Method]:
-    for ensemble, laplace in product((None, "mie"), (False, True)):
-        for tune_prior, tune_temperature in product((False, True) if laplace else (False,), (False, True)):
-            yield Method(laplace, ensemble, tune_temperature, tune_prior)  # type: ignore[arg-type]
-
-
-METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods()}
-VANILLA = "MSDNet (vanilla)"
-OURS = "MIE Laplace T_opt sigma_opt"
-
-
-def method_named(name: str) -> Method:
-    """A method by the paper's name or by its slug, whatever the case."""
-    by_slug = {method.slug: method for method in METHODS.values()}
-    slug = sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
-    if slug not in by_slug:
-        near = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        hint = f"did you mean {by_slug[near[0]].name!r}?" if near else f"known are {', '.join(map(repr, METHODS))}"
-        raise InputError(f"`method` must be one of the twelve, but got {name!r}; {hint}")
-    return by_slug[slug]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +43,16 @@ class CalibratedExit:
         if self.posterior is None or self.draws is None or not len(features):
             return (logits / self.temperature).log_softmax(dim=1)
         if self.posterior.mode == "paper":
-            shifts = self.draws @ self.posterior.root.to(self.draws.dtype).T
-            return mean_log_probs(logits, self.posterior.scale(features).sqrt(), shifts, self.temperature)
+            return mean_log_probs(logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature)
         return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled(features)])
+
+    @cached_property
+    def _shifts(self) -> Tensor:
+        """(S, c): L g of every draw, multiplied once, before test time."""
+        if self.posterior is None or self.draws is None:
+            raise InputError("without Laplace there are no draws")
+        shifts: Tensor = self.draws @ self.posterior.root.to(self.draws.dtype).T
+        return shifts
 
     def class_probs(self, features: Tensor, classes: Tensor) -> Tensor:
         """(j, n, S): the probability that every draw gives to classes (j, n), j choices of one per sample."""
@@ -152,6 +111,14 @@ class Calibration:
         prior = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
         return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{prior})"
 
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A row per exit; needs pandas."""
+        import pandas
+
+        prior = self.prior_vars if self.method.laplace else None
+        columns = {"temperature": self.temperatures, "prior_var": prior, "val_nlpd": self.val_nlpd}
+        return pandas.DataFrame({"exit": range(len(self.exits)), **columns})
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "method": self.method.name,
@@ -165,10 +132,15 @@ class Calibration:
 
     def predict(self, split: Split | Sequence[Tensor]) -> Predictions:
         """Predictions on a split of a trace, or on K plain tensors of features (n, p_k)."""
+        if not isinstance(split, Split | Sequence):
+            raise InputError(f"`split` must be a Split or a sequence of features, but got {type(split).__name__}")
         features = tuple(split.features if isinstance(split, Split) else split)
         if len(features) != len(self.exits):
             raise InputError(f"`split` must have features of {len(self.exits)} exits, but has {len(features)}")
         for k, (x, exit) in enumerate(zip(features, self.exits, strict=True)):
+            if not isinstance(x, Tensor) or not tensorfiles.finite(x):
+                kind = "values that are not finite" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise InputError(f"`split` features of exit {k} must be a tensor of finite numbers, but got {kind}")
             if x.dim() != 2 or x.shape[1] != exit.head.weight.shape[1] or len(x) != len(features[0]):
                 expected = (len(features[0]), exit.head.weight.shape[1])
                 raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
@@ -299,8 +271,7 @@ def standard_normals(samples: int, classes: int, seed: int | torch.Generator) ->
     """Draws (S, c), shared by all exits, splits and grid points."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise InputError(f"`samples` must be a whole number of at least 1, but got {samples!r}")
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
-    return torch.randn(samples, classes, generator=generator)
+    return torch.randn(samples, classes, generator=generator_of(seed))
 
 
 def spectra(trace: Trace, mode: Mode) -> list[Spectrum]:

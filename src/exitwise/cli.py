@@ -1,6 +1,8 @@
 """The command: parse, call the library, print. Torch is imported by the commands that need it, not by `--help`."""
 
+import io
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import exitwise
 from exitwise.errors import InputError
+from exitwise.methods import OURS, SAMPLES, VANILLA, Method, method_named
 
 if TYPE_CHECKING:
-    from exitwise.calibration import Calibration, Method
+    from exitwise.calibration import Calibration
     from exitwise.collector import Progress as ProgressCall
     from exitwise.run import Run
     from exitwise.trace import Trace
@@ -36,11 +39,13 @@ Samples = Annotated[int, typer.Option(help="Monte Carlo draws.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
 Search = Annotated[str, typer.Option(help="grid, or continuous to go on from the best grid points by gradient.")]
 
-_OURS = "MIE Laplace T_opt sigma_opt"
-
 
 def main() -> None:
     """Run the command. What a user can cause ends in one line on stderr and exit status 2."""
+    signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± gets a question mark, not a crash
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
@@ -55,6 +60,11 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", status=130)
     sys.exit(code or 0)
+
+
+def _terminated(*_: object) -> None:
+    """SIGTERM ends as Ctrl-C does, through every clean-up on the way."""
+    raise SystemExit(143)
 
 
 def _fail(message: str, status: int = 2) -> None:
@@ -172,16 +182,15 @@ def collect(
 @app.command()
 def calibrate(
     run: RunArgument,
-    method: MethodOption = _OURS,
+    method: MethodOption = OURS,
     mode: Mode = "paper",
-    samples: Samples = 50,
+    samples: Samples = SAMPLES,
     seed: Seed = 0,
     search: Search = "grid",
     as_json: Json = False,
 ) -> None:
     """Tune temperature and prior variance of every exit on the validation split and save the calibration."""
     from exitwise import show
-    from exitwise.calibration import VANILLA, method_named
 
     chosen = method_named(method)
     opened, _, tuner = _open(run, mode, samples, seed, search)
@@ -202,23 +211,25 @@ def evaluate(
         str,
         typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms where costs are in ms."),
     ],
-    method: MethodOption = _OURS,
+    method: MethodOption = OURS,
     score: Annotated[str, typer.Option(help="What decides: confidence, entropy or variance.")] = "confidence",
     strategy: Annotated[str, typer.Option(help="How thresholds are made: geometric.")] = "geometric",
     as_json: Json = False,
 ) -> None:
     """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
     from exitwise import show
-    from exitwise.calibration import VANILLA, method_named
     from exitwise.commands import parse_budget
     from exitwise.evaluation import evaluate as evaluate_policy
-    from exitwise.policy import fit_policy
+    from exitwise.policy import check_request, fit_policy
 
     chosen = method_named(method)
     opened, trace, tuner = _open(run)
     if trace.test is None:
         raise InputError(f"the trace of {run} has no test split to evaluate on")
     asked = parse_budget(budget, trace.costs)
+    check_request(trace.costs, asked, strategy, score)
+    if score == "variance" and not chosen.laplace:
+        raise InputError("`score` 'variance' needs draws: choose a method with Laplace")
     found = {}
     for each in dict.fromkeys((method_named(VANILLA), chosen)):
         calibration = _calibration(opened, tuner, each)
@@ -250,7 +261,7 @@ def ablate(
         typer.Option(help="Average over budgets from LOW to HIGH; the run's own range if not given."),
     ] = None,
     mode: Mode = "paper",
-    samples: Samples = 50,
+    samples: Samples = SAMPLES,
     seed: Seed = 0,
     search: Search = "grid",
     as_json: Json = False,
@@ -265,7 +276,7 @@ def ablate(
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
         return _print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
-    preset = str(trace.model["preset"]) if trace.model else ""
+    preset = str((trace.model or {}).get("preset", ""))
     out = show.console()
     out.print(show.ablation(found.ablation, "Ablation", zoo.published_changes("ablation", preset), out.width))
     published = zoo.published_changes("decision_experiment", preset)
@@ -277,7 +288,7 @@ def ablate(
 @app.command()
 def cost(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="A model's name.", show_default=False)],
-    samples: Samples = 50,
+    samples: Samples = SAMPLES,
     num_classes: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     in_channels: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     as_json: Json = False,
@@ -323,7 +334,7 @@ def models(as_json: Json = False) -> None:
 
 
 def _open(
-    run: Path, mode: str = "paper", samples: int = 50, seed: int = 0, search: str = "grid"
+    run: Path, mode: str = "paper", samples: int = SAMPLES, seed: int = 0, search: str = "grid"
 ) -> "tuple[Run, Trace, Tuner]":
     from exitwise.run import Run
     from exitwise.tune import Tuner
@@ -333,7 +344,7 @@ def _open(
     return opened, trace, Tuner(trace, samples, seed, mode, search=search)  # type: ignore[arg-type]
 
 
-def _calibration(run: "Run", tuner: "Tuner", method: "Method") -> "Calibration":
+def _calibration(run: "Run", tuner: "Tuner", method: Method) -> "Calibration":
     """The run's saved calibration by a method, or a new one, saved."""
     known = run.calibration(method)
     if known is None:

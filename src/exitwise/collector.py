@@ -42,22 +42,34 @@ def collect(
 
     A loader may also give (images, labels, index), index being each sample's position in the data set. Train must come
     without augmentation. Memory does not grow with the train set. Unless given, `costs` are counted in MACs for
-    inputs of train's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the
+    inputs of val's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the
     public code's exponential average, for comparison. The net's device and mode are left as they were.
     """
     if curvature not in _ACCUMULATORS:
         raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
+    if classes is not None and len(classes) != net.num_classes:
+        raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+    counted = [] if costs is None else [Costs.of(costs)]
+
+    def count(images: Tensor) -> None:
+        """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
+        if not counted:
+            try:
+                counted.append(Costs.of(macs(net, tuple(images.shape[1:]))))
+            except InputError as error:
+                raise InputError(f"{error}; give `costs` to do without counting") from None
+
     with _inference(net):
-        held = {"val": _features(net, val, "val", progress)}
+        held = {"val": _features(net, val, "val", progress, count)}
         if test is not None:
-            held["test"] = _features(net, test, "test", progress)
-        sums, shape = _curvature(net, train, _ACCUMULATORS[curvature], progress)
+            held["test"] = _features(net, test, "test", progress, count)
+        sums = _curvature(net, train, _ACCUMULATORS[curvature], progress)
     return Trace(
         val=held["val"],
         test=held.get("test"),
         heads=tuple(_head_weights(head.last) for head in net.exits),
         curvature=sums,
-        costs=Costs.of(costs if costs is not None else macs(net, shape)),
+        costs=counted[0],
         classes=tuple(classes) if classes is not None else None,
         model=net.spec,
         budget_range=budget_range or models.budget_range(net.spec),
@@ -86,7 +98,10 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
             )
-        images, labels = batch[0], torch.as_tensor(batch[1]).cpu().long()
+        images, labels = torch.as_tensor(batch[0]), torch.as_tensor(batch[1]).cpu()
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
+        labels = labels.long()
         if labels.dim() != 1 or len(images) != len(labels):
             raise InputError(
                 f"`{name}` must give one label per image, but gave {len(images)} and labels {tuple(labels.shape)}"
@@ -121,12 +136,15 @@ def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) ->
     return features
 
 
-def _features(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Split:
+def _features(
+    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, first: Callable[[Tensor], None]
+) -> Split:
     features: list[list[Tensor]] = [[] for _ in net.exits]
     labels: list[Tensor] = []
     index: list[Tensor | None] = []
     seen = 0
     for images, batch_labels, batch_index in _batches(net, loader, name, progress):
+        first(images)
         for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
             rows.append(x.float().cpu())
         labels.append(batch_labels)
@@ -145,17 +163,15 @@ def _curvature(
     loader: Iterable[Batch],
     accumulator: Callable[[int, int, bool], Accumulator],
     progress: Progress | None,
-) -> tuple[tuple[Curvature, ...], tuple[int, ...]]:
-    """Curvature of every exit, and the shape of one input."""
+) -> tuple[Curvature, ...]:
+    """Curvature of every exit."""
     sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
-    shape: tuple[int, ...] = ()
     seen = 0
     for images, labels, _ in _batches(net, loader, "train", progress):
-        shape = tuple(images.shape[1:])
         for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
             sum_.update(x, head.last(x))
         seen += len(labels)
-    return tuple(sum_.result() for sum_ in sums), shape
+    return tuple(sum_.result() for sum_ in sums)
 
 
 def _head_weights(last: torch.nn.Linear) -> HeadWeights:

@@ -70,15 +70,15 @@ def collect_again(
     run = Run(directory)
     if run.trace_file.exists() and not force:
         raise InputError(f"{run.trace_file} exists: --force to collect it again")
-    about = run.about.get("data", {})
+    about = run.about["data"]
     place = root or about.get("root")
     if place is None:
         raise InputError(f"{directory} does not say where its data set {about.get('name')!r} lies: give --root")
     train, test = data.load(str(about.get("name")), place)
     net = checkpoint.load_net(run.net_file)
     trace = _collect(net, data.ValSplit.load(run.split_file), train, test, batch_size, progress)
-    run.forget()
     trace.save(run.trace_file, dtype=torch.float16 if half else torch.float32)
+    run.forget()
     return trace
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.errors import InputError
+from exitwise.methods import SAMPLES
 from exitwise.net import MultiExitNet
-
-SAMPLES = 50  # Monte Carlo draws in the paper
 
 
 def macs(

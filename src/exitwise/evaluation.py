@@ -89,7 +89,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class BudgetCurve(Result):
-    """Evaluations of a family of policies, cheapest first."""
+    """Evaluations of a family of policies, in their order."""
 
     points: tuple[Evaluation, ...]
 
@@ -106,7 +106,8 @@ class BudgetCurve(Result):
         """Every metric averaged over costs from `low` to `high`: linear between the points, constant beyond them."""
         if not 0 <= low < high < inf:
             raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
-        cost = np.array([point.cost for point in self.points])
+        points = sorted(self.points, key=lambda point: point.cost)
+        cost = np.array([point.cost for point in points])
         # Points inside keep their own values: where two cost the same the curve jumps, which `interp` would slope.
         inside = (cost >= low) & (cost <= high)
         knots = np.concatenate([[low], cost[inside], [high]])
@@ -116,8 +117,7 @@ class BudgetCurve(Result):
             return float(np.trapezoid(np.concatenate([ends[:1], values[inside], ends[1:]]), knots) / (high - low))
 
         return {
-            field.name: mean(np.array([getattr(point, field.name) for point in self.points]))
-            for field in fields(Metrics)
+            field.name: mean(np.array([getattr(point, field.name) for point in points])) for field in fields(Metrics)
         }
 
 
@@ -161,6 +161,8 @@ def budget_curve(
     per_exit = tuple(Metrics(**outcomes.metrics(k)) for k in range(exits))
     points = []
     for policy in policies:
+        if not isinstance(policy, Policy):
+            raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
         chosen = policy.exits_by(scores(decider, policy.score))
@@ -175,4 +177,4 @@ def budget_curve(
                 per_exit=per_exit,
             )
         )
-    return BudgetCurve(tuple(sorted(points, key=lambda point: point.cost)))
+    return BudgetCurve(tuple(points))

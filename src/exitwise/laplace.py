@@ -27,7 +27,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _RATE = 0.95  # of the public code's exponential average
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curvature:
     """Sums over n samples: A (q, q) of feature products, q = p + 1 with a bias and p without, and B (c, c)."""
 
@@ -71,7 +71,7 @@ class CurvatureSum:
         self._n += batch.n
 
     def result(self) -> Curvature:
-        return Curvature(self._A, self._B, self._n)
+        return Curvature(self._A.clone(), self._B.clone(), self._n)
 
 
 class CurvatureAverage:
@@ -82,12 +82,10 @@ class CurvatureAverage:
     """
 
     def __init__(self, features: int, classes: int, bias: bool = True) -> None:
-        self._sum = CurvatureSum(features, classes, bias)
         self._bias = bias
-        self._batches = 0
-        self._A = torch.zeros_like(self._sum.result().A)
-        self._B = torch.zeros_like(self._sum.result().B)
-        self._n = 0
+        self._A = torch.zeros(features + bias, features + bias, dtype=torch.float64)
+        self._B = torch.zeros(classes, classes, dtype=torch.float64)
+        self._batches = self._n = 0
 
     def update(self, features: Tensor, logits: Tensor) -> None:
         batch = batch_curvature(features, logits, self._bias)
@@ -101,7 +99,7 @@ class CurvatureAverage:
         return Curvature(self._A * self._n, self._B * self._n, self._n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Posterior:
     """Covariance of the logits of a sample, as `root diag(scale(x)) root^T`.
 

@@ -12,6 +12,7 @@ from exitwise.costs import UNITS, Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.predictions import Array, ExitPrediction, Predictions
+from exitwise.results import Result
 
 VERSION = 1
 
@@ -49,7 +50,7 @@ def scores(preds: Any, score: str = "confidence") -> Array:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Result):
     """Thresholds (K,) on a score: a sample leaves at the first exit whose score reaches the threshold.
 
     A threshold of inf lets nobody leave; the last exit's is -inf, it takes everyone. `cost` is the mean cost on the
@@ -114,6 +115,9 @@ class Policy:
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"not a usable policy: {error}") from None
 
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"exit": k, "threshold": threshold} for k, threshold in enumerate(self.thresholds)]
+
     def save(self, path: str | Path) -> None:
         write_json(Path(path), {"format": "exitwise.policy", "version": VERSION, **self.to_dict()})
 
@@ -169,20 +173,9 @@ def fit_policy(
     It needs no `labels`. The budget is in the unit of the costs, for one sample.
     """
     del labels  # strategies that look at the answers will need them
-    if strategy != "geometric":
-        raise InputError(f"`strategy` must be 'geometric', but got {strategy!r}")
+    check_request(costs, budget, strategy, score)
     table = scores(preds, score)
     costs_ = _costs(costs, len(table))
-    low, high = costs_.values[0], costs_.values[-1]
-    if (
-        isinstance(budget, bool)
-        or not isinstance(budget, int | float | np.integer | np.floating)
-        or not low <= budget <= high
-    ):
-        raise InputError(
-            f"`budget` must lie between the cost of the first exit and that of the last, "
-            f"{low:.10g} to {high:.10g} {costs_.unit}, but got {budget}"
-        )
 
     def policy(log_q: float) -> Policy:
         shares = geometric_shares(float(np.exp(log_q)), len(table))
@@ -204,6 +197,22 @@ def fit_policy(
         else:
             above = middle
     return best
+
+
+def check_request(costs: Costs | Sequence[float], budget: float, strategy: str, score: str) -> None:
+    """Refuse what `fit_policy` cannot fulfil, before anything is computed for it."""
+    if strategy != "geometric":
+        raise InputError(f"`strategy` must be 'geometric', but got {strategy!r}")
+    if score not in SCORES:
+        raise InputError(f"`score` must be one of {', '.join(SCORES)}, but got {score!r}")
+    found = Costs.of(costs)
+    low, high = found.values[0], found.values[-1]
+    number = isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool)
+    if not number or not low <= budget <= high:
+        raise InputError(
+            f"`budget` must lie between the cost of the first exit and that of the last, "
+            f"{low:.10g} to {high:.10g} {found.unit}, but got {budget}"
+        )
 
 
 def _thresholds(scores: Array, counts: Array, midway: bool) -> tuple[float, ...]:

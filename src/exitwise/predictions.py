@@ -68,6 +68,7 @@ class Predictions:
             raise InputError(
                 f"`preds` must be Predictions or probabilities (exits, samples, classes): {error}"
             ) from None
+        probs = probs.astype(np.float32) if probs.dtype == np.float16 else probs
         if probs.ndim != 3 or 0 in probs.shape or not np.issubdtype(probs.dtype, np.floating):
             raise InputError(
                 f"`preds` must be Predictions or floating-point probabilities (exits, samples, classes), "

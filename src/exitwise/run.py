@@ -12,9 +12,10 @@ import numpy
 import torch
 
 import exitwise
-from exitwise.calibration import Calibration, Method
+from exitwise.calibration import Calibration
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
+from exitwise.methods import Method
 from exitwise.policy import Policy
 from exitwise.trace import Trace
 
@@ -32,6 +33,11 @@ class Run:
         if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
             found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
             raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
+        data = self.about.get("data")
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+            raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
+        if not isinstance(data.get("root"), str | None):
+            raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
 
     @property
     def net_file(self) -> Path:
@@ -88,6 +94,8 @@ def creating(directory: str | Path, force: bool = False) -> Iterator[Path]:
     An existing run is replaced only with `force`, and anything else that is there never.
     """
     directory = Path(directory)
+    if directory.resolve() == Path.cwd().resolve():
+        raise InputError(f"{directory} is the current folder: name a folder inside it")
     if directory.exists():
         empty = directory.is_dir() and not any(directory.iterdir())
         if not empty and not (directory / "run.json").is_file():

@@ -11,6 +11,8 @@ all samples and draws are then matrix products:
 
 With a = (half a block's width in t) max|h| / T, the relative error is below a^J / (2^(J-1) J!) e^a. Samples of blocks
 where that passes the tolerance get a node each, and those whose exponentials could overflow take the plain route.
+Blocks depend on the batch, so the same sample in another batch may differ by that tolerance, which is about what
+float32 sums in another order differ by.
 """
 
 from collections.abc import Iterator
@@ -64,7 +66,7 @@ class _Blocks:
 
     def __init__(self, t: Tensor) -> None:
         self.samples = len(t)
-        self.size = max(_SMALLEST_BLOCK, -(-self.samples // _BLOCKS))
+        self.size = min(self.samples, max(_SMALLEST_BLOCK, -(-self.samples // _BLOCKS)))
         self.count = -(-self.samples // self.size)
         self._order = t.detach().argsort()
         # The last block is filled up with copies of the last sample, whose results are dropped again.

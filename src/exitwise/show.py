@@ -7,13 +7,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from exitwise.calibration import OURS, VANILLA, Calibration
+from exitwise.calibration import Calibration
 from exitwise.cost import ExitCost
 from exitwise.evaluation import Evaluation
+from exitwise.methods import OURS, VANILLA
 from exitwise.policy import Policy
 from exitwise.tables import Table, TableRow
+from exitwise.tune import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
 
-_WIDE = 100  # columns of the widest table; what a pipe or a file gets
+_WIDE = 110  # columns of the widest table; what a pipe or a file gets
 
 _OTHER = "another network, trained far longer (300 epochs on CIFAR-100)"
 
@@ -79,16 +81,20 @@ def ablation(
     caption = f"\nTest set, mean over budgets from {low} to {high}; ± is the change against the first row."
     if published:
         caption += f"\nPaper: the change that the paper published for this architecture: {_OTHER}."
-    made = _table(title, caption, gap=1 if width >= 92 else 0)  # so that it fits 80 columns
-    made.add_column("", no_wrap=True)
-    for name in ("top-1", "NLPD", "ECE"):
+    longest = max(len(row.method) for row in table)
+    made = _table(title, caption, gap=1 if width >= longest + 62 else 0)  # the ablation fits 80 columns
+    made.add_column("", overflow="fold")
+    metrics = {"top1": "top-1", "top5": "top-5", "nlpd": "NLPD", "ece": "ECE"}
+    if width < longest + 83:
+        del metrics["top5"]
+    for name in metrics.values():
         made.add_column(name, justify="right", no_wrap=True)
         made.add_column("±", justify="right", no_wrap=True)
         if published:
             made.add_column("paper", justify="right", no_wrap=True, style="italic")
     for number, row in enumerate(table):
         cells: list[str | Text] = [Text(row.method, style="bold" if row.method in (OURS, "Our model") else "")]
-        for name in ("top1", "nlpd", "ece"):
+        for name in metrics:
             cells.append(_no_zero(metric(name, getattr(row, name))))
             cells.append(change(name, row.change[name]) if number else "")
             if published:
@@ -126,10 +132,16 @@ def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
     for name in columns:
         table.add_column(name, justify="right")
     for k, exit in enumerate(made.exits):
-        prior = [f"{exit.prior_var:.3g}"] if made.method.laplace else []
+        prior = [_bounded(exit.prior_var, PRIOR_BOUNDS)] if made.method.laplace else []
         nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{made.val_nlpd[k]:.4f}"]
-        table.add_row(str(k + 1), f"{exit.temperature:.3g}", *prior, *nlpd)
+        table.add_row(str(k + 1), _bounded(exit.temperature, TEMPERATURE_BOUNDS), *prior, *nlpd)
     return table
+
+
+def _bounded(value: float, bounds: tuple[float, float]) -> str:
+    """A tuned value, marked where the continuous search came to the end of its range and might have gone on."""
+    at_bound = value < bounds[0] * 1.05 or value > bounds[1] / 1.05
+    return f"{value:.3g}{' (at its bound)' if at_bound else ''}"
 
 
 def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from exitwise.calibration import METHODS, OURS, SAMPLES, VANILLA, Calibration
+from exitwise.calibration import Calibration
 from exitwise.errors import InputError
 from exitwise.evaluation import BudgetCurve, budget_curve
 from exitwise.laplace import Mode
+from exitwise.methods import METHODS, OURS, SAMPLES, VANILLA
 from exitwise.policy import sweep
 from exitwise.predictions import Predictions
 from exitwise.results import Result
@@ -51,7 +52,10 @@ class Table(Result):
     def __getitem__(self, method: int | str) -> TableRow:
         if isinstance(method, int):
             return self.rows[method]
-        return next(row for row in self.rows if row.method == method)
+        found = next((row for row in self.rows if row.method == method), None)
+        if found is None:
+            raise KeyError(method)
+        return found
 
     def __repr__(self) -> str:
         lines = [f"{'':40} top-1    top-5   NLPD    ECE"]
@@ -157,7 +161,10 @@ def _range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[floa
     if found is None:
         first, last = trace.costs.values[0], trace.costs.values[-1]
         return (first, last)
-    low, high = float(found[0]), float(found[1])
-    if not 0 <= low < high:
+    try:
+        low, high = (float(value) for value in found)
+    except (TypeError, ValueError):
+        raise InputError(f"`budget_range` must be two growing numbers, but got {found!r}") from None
+    if not 0 <= low < high < float("inf"):
         raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
     return (low, high)

@@ -19,7 +19,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], format: str, version: int, 
     header = {"format": format, "version": str(version)}
     header |= {key: json.dumps(value) for key, value in metadata.items()}
     with replacing(path) as temporary:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary, metadata=header)
+        try:
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary, metadata=header)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(f"{path} could not be written: {error}") from None
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -17,7 +17,7 @@ from exitwise.laplace import Curvature
 FORMAT, VERSION = "exitwise.trace", 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """Samples as every exit sees them: features K x (n, p_k), labels (n,), and where in the data set they are (n,)."""
 
@@ -32,7 +32,7 @@ class Split:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadWeights:
     """The last layer of one exit: weight (c, p), bias (c,) or None."""
 
@@ -40,11 +40,12 @@ class HeadWeights:
     bias: Tensor | None
 
     def logits(self, features: Tensor) -> Tensor:
-        """(n, c) from features (n, p), in float32 or better."""
-        return torch.nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)
+        """(n, c) from features (n, p), in float32 whatever they were kept in."""
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(features.float(), self.weight.float(), bias)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Features, labels, head weights, curvature and costs of one net on one data set."""
 
@@ -120,6 +121,12 @@ class Trace:
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
         _expect("costs", tensors["costs"], (torch.float64,), 1)
         _expect("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
+        for name in [key for key in tensors if key.endswith((".labels", ".index"))]:
+            _expect(name, tensors[name], (torch.int64,), 1)
+        for name in [key for key in tensors if key.startswith("head.")]:
+            _expect(name, tensors[name], (torch.float32, torch.float16, torch.float64), 1 + name.endswith("weight"))
+        if len(tensors["curvature.n"]) != 1:
+            raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
         exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
         beyond = next((key for key in tensors if (m := search(r"\.(\d+)(\.|$)", key)) and int(m[1]) >= exits), None)
         if beyond:

@@ -5,26 +5,17 @@ points by samples, serves every method: alone, or in an ensemble whose earlier e
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exitwise.calibration import (
-    OURS,
-    SAMPLES,
-    CalibratedExit,
-    Calibration,
-    Grid,
-    Method,
-    ensemble,
-    method_named,
-    spectra,
-    standard_normals,
-)
+from exitwise.calibration import CalibratedExit, Calibration, Grid, ensemble, spectra, standard_normals
 from exitwise.errors import InputError
-from exitwise.laplace import Mode, Spectrum
+from exitwise.laplace import MODES, Mode, Spectrum
+from exitwise.methods import OURS, SAMPLES, Method, method_named
 from exitwise.predictions import Array
 from exitwise.sampled import chunks, grid_log_true, log_true_softmax, sample_logits
 from exitwise.trace import HeadWeights, Trace
@@ -36,7 +27,7 @@ TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # where they are not tuned
 _TIE = 5e-7  # NLPDs that float32 cannot tell apart
 
 # How far the continuous search may go: beyond, the NLPD is flat or the optimum is at infinity.
-_TEMPERATURE_BOUNDS, _PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
+TEMPERATURE_BOUNDS, PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
 
 Search = Literal["grid", "continuous"]
 
@@ -83,11 +74,18 @@ class Tuner:
         self._draws = standard_normals(samples, trace.num_classes, seed) if draws is None else _checked(draws, trace)
         self._settings: dict[str, Any] = {"samples": len(self._draws), "search": search}
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
-        self._spectra = spectra(trace, mode)
+        if mode not in MODES:
+            raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
         self._tables: dict[tuple[int, bool], TrueLabel] = {}
+
+    @cached_property
+    def _spectra(self) -> list[Spectrum]:
+        return spectra(self._trace, self._mode)
 
     def calibrate(self, method: Method | str) -> Calibration:
         method = method_named(method) if isinstance(method, str) else method
+        if not isinstance(method, Method):
+            raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self._trace.costs.values if method.ensemble else None
@@ -95,16 +93,21 @@ class Tuner:
         grids = []
         for k in range(self._trace.num_exits):
             nlpd = chain.nlpd(k, temperatures, prior_vars)
+            if not np.isfinite(nlpd).all():
+                raise InputError(
+                    f"exit {k}: the validation NLPD is not finite at some grid points: "
+                    f"features, temperatures or prior variances are too extreme for float32"
+                )
             best = np.unravel_index(np.argmax(nlpd <= nlpd.min() + _TIE), nlpd.shape)  # the first: T outer, var0 inner
             chain.choose(k, (temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
             chain = _descend_all(chain, method)
         exits = tuple(
-            CalibratedExit(head, *point, spectrum.posterior(point[1]).single(), self._draws)
+            CalibratedExit(head, *point, self._spectra[k].posterior(point[1]).single(), self._draws)
             if method.laplace
             else CalibratedExit(head, *point)
-            for head, spectrum, point in zip(self._trace.heads, self._spectra, chain.points, strict=True)
+            for k, (head, point) in enumerate(zip(self._trace.heads, chain.points, strict=True))
         )
         return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
 
@@ -147,19 +150,20 @@ class TrueLabel:
         """(T, V, n) of a part of the samples, differentiable in both."""
         logits, labels = self._logits[part], self._labels[part]
         if self._spectrum is None or self._squares is None:
-            scaled = (logits / temperatures[:, None, None]).log_softmax(dim=2)
-            index = labels[None, :, None].expand(len(temperatures), -1, 1)
-            return scaled.gather(2, index).transpose(1, 2).expand(-1, len(prior_vars), -1)
+            true = logits.gather(1, labels[:, None]).squeeze(1)
+            rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
+            return torch.stack(rows)[:, None].expand(-1, len(prior_vars), -1)
+        squares = self._squares[part]
         posteriors = [self._spectrum.posterior(var0) for var0 in prior_vars]
-        scales = torch.stack([posterior.scale_from(self._squares[part]) for posterior in posteriors])
         if self._spectrum.mode != "exact":  # naive is a scalar times one matrix too, whatever its sampler does
+            scales = torch.stack([posterior.scale_from(squares) for posterior in posteriors])
             shifts = torch.stack([self._draws @ posterior.root.to(self._draws.dtype).T for posterior in posteriors])
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
         columns = []
-        for posterior, scale in zip(posteriors, scales, strict=True):
+        for posterior in posteriors:
             rows = []
             for chunk in chunks(len(logits), self._draws.numel()):
-                sampled = sample_logits(logits[chunk], scale[chunk], posterior, self._draws)
+                sampled = sample_logits(logits[chunk], posterior.scale_from(squares[chunk]), posterior, self._draws)
                 rows.append(torch.stack([log_true_softmax(sampled, labels[chunk], t) for t in temperatures]))
             columns.append(torch.cat(rows, dim=1))
         return torch.stack(columns, dim=1)
@@ -220,14 +224,14 @@ def _descend_all(grid: _Chain, method: Method) -> _Chain:
 def _descend(chain: _Chain, k: int, method: Method, start: tuple[float, float]) -> tuple[tuple[float, float], float]:
     """The best point that L-BFGS finds for exit k from `start`, and its NLPD; `start` if it finds none better."""
     table = chain.tables[k]
-    bounds = torch.tensor([_TEMPERATURE_BOUNDS, _PRIOR_BOUNDS], dtype=torch.float64).log()
+    bounds = torch.tensor([TEMPERATURE_BOUNDS, PRIOR_BOUNDS], dtype=torch.float64).log()
     low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
     free = torch.tensor([method.tune_temperature, method.tune_prior])
     fixed = torch.tensor(start, dtype=torch.float64).log()
     raw = (
         ((fixed - low) / width).clamp(0.01, 0.99).logit().requires_grad_()
     )  # a sigmoid keeps log T, log var0 in bounds
-    optimiser = torch.optim.LBFGS([raw], max_iter=25, line_search_fn="strong_wolfe", tolerance_change=1e-7)
+    optimiser = torch.optim.LBFGS([raw], max_iter=25, max_eval=40, line_search_fn="strong_wolfe", tolerance_change=1e-7)
 
     def point() -> Tensor:
         return torch.where(free, low + width * raw.sigmoid(), fixed).exp()
@@ -250,13 +254,18 @@ def _descend(chain: _Chain, k: int, method: Method, start: tuple[float, float]) 
 
 
 def _positive(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    found = tuple(float(value) for value in values)
+    try:
+        found = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        found = ()
     if not found or not all(0 < value < float("inf") for value in found):
-        raise InputError(f"`{name}` must be positive, finite numbers, at least one, but got {list(values)}")
+        raise InputError(f"`{name}` must be positive, finite numbers, at least one, but got {values!r}")
     return found
 
 
 def _checked(draws: Tensor, trace: Trace) -> Tensor:
+    if not isinstance(draws, Tensor):
+        raise InputError(f"`draws` must be a tensor, but got {type(draws).__name__}")
     if draws.dim() != 2 or draws.shape[1] != trace.num_classes or not len(draws) or not draws.is_floating_point():
         raise InputError(
             f"`draws` must be floating-point (samples, {trace.num_classes}), but got {draws.dtype} {tuple(draws.shape)}"

@@ -11,6 +11,7 @@ from exitwise import tensorfiles
 from exitwise.data import cifar
 from exitwise.data.images import Batches, ImageSet
 from exitwise.errors import InputError
+from exitwise.seeds import generator_of
 
 __all__ = ["DATA_SETS", "Batches", "ImageSet", "ValSplit", "load"]
 
@@ -45,7 +46,7 @@ class ValSplit:
         """`size` of the train images, chosen by a seed."""
         if not 0 < size < len(train):
             raise InputError(f"the validation split must take some of {len(train)} train images, but would take {size}")
-        index = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:size].sort().values
+        index = torch.randperm(len(train), generator=generator_of(seed))[:size].sort().values
         return cls(index, train.fingerprints()[index])
 
     def apply(self, train: ImageSet) -> tuple[ImageSet, ImageSet]:
