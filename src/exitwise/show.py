@@ -195,12 +195,12 @@ def exits(policy: Policy, result: Evaluation, costs: Sequence[float], unit: str)
 def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     """Cumulative cost at every exit, and what each method adds to vanilla."""
     caption = (
-        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and the overhead over vanilla;\n"
-        f"each method pays at every exit on the way. {samples} draws or dropout masks."
+        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and what is added to vanilla.\n"
+        f"Each method pays at every exit on the way. {samples} draws or dropout masks."
     )
     table = _table(f"\n{preset}: cost of stopping at each exit", caption)
     table.add_column("exit", justify="right")
-    table.add_column("parameters", justify="right")
+    table.add_column("params", justify="right")
     names = {
         "vanilla": "vanilla",
         "laplace": "Laplace",
