@@ -1,11 +1,15 @@
 """Calibration against a plain loop over grid points, samples held whole."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import random_trace
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -167,6 +171,69 @@ def test_saved_calibrations_predict_the_same(tmp_path: object, name: str, mode: 
     assert (loaded.method, loaded.mode, loaded.grids) == (made.method, made.mode, made.grids)
     assert (loaded.val_nlpd, loaded.weights) == (made.val_nlpd, made.weights)
     assert loaded.to_dict() == made.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draws": None}, "lacks 'draws'"),
+        ({"draws": torch.zeros(0, 5)}, "draws must be torch.float32"),
+        ({"draws": torch.zeros(4, 5, dtype=torch.float64)}, "draws must be torch.float32"),
+        ({"temperatures": torch.ones(2, dtype=torch.float64)}, "temperatures must be torch.float64 of shape (3,)"),
+        ({"temperatures": -torch.ones(3, dtype=torch.float64)}, "temperatures must be positive"),
+        ({"prior_vars": torch.full((3,), float("nan"), dtype=torch.float64)}, "prior_vars holds values"),
+        ({"weights": None}, "lacks 'weights'"),
+        ({"weights": torch.zeros(3, dtype=torch.float64)}, "weights must be positive"),
+        ({"exit.1.root": None}, "lacks 'exit.1.root'"),
+        ({"exit.1.root": torch.zeros(5, 4)}, "exit.1.root must be torch.float32 of shape (5, 5)"),
+        ({"exit.0.bias": None}, "exit.0.basis must be torch.float32 of shape (6, 6)"),
+        ({"exit.0.offset": torch.tensor(-1.0)}, "must not be negative"),
+        ({"exit.0.weight": torch.tensor(1.0)}, "exit.0.weight must be a matrix"),
+        ({"exit.0.inverse": torch.full((7,), float("inf"))}, "exit.0.inverse holds values"),
+    ],
+)
+def test_a_broken_calibration_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "c.safetensors"
+    ew.calibrate(random_trace(), samples=4).save(path)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = {**load_file(path), **changes}
+    save_file({key: value for key, value in tensors.items() if value is not None}, path, metadata=header)
+    with pytest.raises(ew.InputError) as error:
+        Calibration.load(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("method", "[]"),
+        ("method", '{"laplace": "yes"}'),
+        ("method", '{"colour": 1}'),
+        ("mode", '"luck"'),
+        ("settings", "1"),
+        ("grids", "[1]"),
+        ("grids", '"x"'),
+        ("grids", "[" * 50_000),
+    ],
+)
+def test_a_broken_header_is_refused(tmp_path: Path, key: str, value: str) -> None:
+    path = tmp_path / "c.safetensors"
+    ew.calibrate(random_trace(), samples=4).save(path)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    save_file(load_file(path), path, metadata={**header, key: value})
+    with pytest.raises(ew.InputError, match=r"c\.safetensors"):
+        Calibration.load(path)
+
+
+def test_predictions_beyond_float32_are_refused() -> None:
+    trace = random_trace()
+    extreme = [x.clone() for x in trace.val.features]
+    extreme[1][7] *= 1e30
+    with pytest.raises(ew.InputError, match="exit 1: the features of sample 7 are too extreme"):
+        ew.calibrate(trace, samples=4).predict(extreme).probs  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["Laplace", "MIE Laplace"])

@@ -130,6 +130,11 @@ class Calibration:
             **self.settings,
         }
 
+    def belongs_to(self, trace: Trace) -> bool:
+        """Whether it was made for the heads of this trace."""
+        pairs = [(exit.head.weight, head.weight) for exit, head in zip(self.exits, trace.heads, strict=False)]
+        return len(self.exits) == trace.num_exits and all(torch.equal(a, b.float()) for a, b in pairs)
+
     def predict(self, split: Split | Sequence[Tensor]) -> Predictions:
         """Predictions on a split of a trace, or on K plain tensors of features (n, p_k)."""
         if not isinstance(split, Split | Sequence):
@@ -153,6 +158,9 @@ class Calibration:
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
                 said = ensemble(k, exit.log_probs(x), said, self.weights)
+                if not tensorfiles.finite(said):
+                    where = int((~torch.isfinite(said)).any(dim=1).nonzero()[0])
+                    raise InputError(f"exit {k}: the features of sample {where} are too extreme for float32")
                 yield ExitPrediction.from_log_probs(said.numpy())
 
     def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
@@ -193,41 +201,50 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
+        """Read and check a calibration; every way in which it may be broken is an `InputError` that names the file."""
         path = Path(path)
         tensors, header = tensorfiles.read(path)
         metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
-        broken = next((key for key, value in tensors.items() if not tensorfiles.finite(value)), None)
-        if broken:
-            raise InputError(f"{path}: {broken} holds values that are not finite")
         try:
             return cls._from_tensors(tensors, metadata)
         except KeyError as error:
             raise InputError(f"{path} lacks {error.args[0]!r}") from None
-        except (TypeError, InputError) as error:
+        except (AttributeError, TypeError, InputError) as error:
             raise InputError(f"{path} is not a usable calibration: {error}") from None
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":
-        method, mode = Method(**metadata["method"]), metadata["mode"]
+        method, mode, settings = Method(**metadata["method"]), metadata["mode"], metadata["settings"]
         if mode not in MODES:
             raise InputError(f"mode must be one of {', '.join(MODES)}, but is {mode!r}")
-        temperatures, prior_vars = tensors["temperatures"].tolist(), tensors["prior_vars"].tolist()
+        if not isinstance(settings, dict):
+            raise InputError(f"settings must be an object, but are {settings!r}")
+        grids = tuple(Grid(**{key: _tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
+        per_exit = ("temperatures", "prior_vars", "val_nlpd", *(["weights"] if method.ensemble else []))
+        for name in per_exit:
+            _expect(name, tensors[name], torch.float64, (len(grids),))
+            if name != "val_nlpd" and not bool((tensors[name] > 0).all()):
+                raise InputError(f"{name} must be positive, but are {tensors[name].tolist()}")
+        if tensors["exit.0.weight"].dim() != 2:
+            raise InputError(f"exit.0.weight must be a matrix, but is {tuple(tensors['exit.0.weight'].shape)}")
+        c = len(tensors["exit.0.weight"])
         draws = tensors["draws"] if method.laplace else None
+        if draws is not None:
+            _expect("draws", draws, torch.float32, (draws.shape[0] if draws.dim() else 0, c))
         exits = []
-        for k, (temperature, prior_var) in enumerate(zip(temperatures, prior_vars, strict=True)):
-            head = HeadWeights(tensors[f"exit.{k}.weight"], tensors.get(f"exit.{k}.bias"))
-            posterior = Posterior(mode, **{p: tensors[f"exit.{k}.{p}"] for p in _POSTERIOR}) if method.laplace else None
+        for k in range(len(grids)):
+            parts = {name: tensors.get(f"exit.{k}.{name}") for name in ("weight", "bias", *_POSTERIOR)}
+            head, posterior = _checked_exit(k, parts, mode if method.laplace else None, c)
+            temperature, prior_var = float(tensors["temperatures"][k]), float(tensors["prior_vars"][k])
             exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws))
-            _check_exit(k, exits[-1], len(exits[0].head.weight))
-        grids = (Grid(**{key: _tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
         return cls(
             method=method,
             mode=mode,
             exits=tuple(exits),
             weights=tuple(tensors["weights"].tolist()) if method.ensemble else None,
             val_nlpd=tuple(tensors["val_nlpd"].tolist()),
-            grids=tuple(grids),
-            settings=metadata["settings"],
+            grids=grids,
+            settings=settings,
         )
 
 
@@ -238,24 +255,36 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _check_exit(k: int, exit: CalibratedExit, c: int) -> None:
-    weight = exit.head.weight
-    shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {"weight": (weight, (c, weight.shape[-1]))}
-    if exit.head.bias is not None:
-        shapes["bias"] = (exit.head.bias, (c,))
-    if exit.posterior is not None and exit.draws is not None:
-        q = len(exit.posterior.basis)
-        if q - weight.shape[-1] not in (0, 1):
-            raise InputError(f"exit.{k}.basis has {q} rows for {weight.shape[-1]} features")
-        shapes["basis"] = (exit.posterior.basis, (q, q))
-        shapes["inverse"] = (exit.posterior.inverse, (q, c) if exit.posterior.mode == "exact" else (q,))
-        shapes["root"] = (exit.posterior.root, (c, c))
-        shapes["draws"] = (exit.draws, (len(exit.draws), c))
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape:
-            raise InputError(f"{name} of exit {k} must have shape {shape}, but has {tuple(tensor.shape)}")
-    if exit.temperature <= 0:
-        raise InputError(f"the temperature of exit {k} must be positive, but is {exit.temperature}")
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or 0 in shape:
+        found = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise InputError(f"{name} must be {dtype} of shape {shape}, but is {found}")
+    if not tensorfiles.finite(tensor):
+        raise InputError(f"{name} holds values that are not finite")
+
+
+def _checked_exit(
+    k: int, parts: Mapping[str, Tensor | None], mode: Mode | None, c: int
+) -> tuple[HeadWeights, Posterior | None]:
+    """Exit k's head and, with a mode, its posterior, from tensors that may be anything."""
+    needed = ("weight", *(_POSTERIOR if mode else ()))
+    present = {name: tensor for name, tensor in parts.items() if tensor is not None}
+    for name in needed:
+        if name not in present:
+            raise KeyError(f"exit.{k}.{name}")
+    p = present["weight"].shape[-1] if present["weight"].dim() else 0
+    q = p + ("bias" in present) if mode != "naive" else p
+    shapes: dict[str, tuple[int, ...]] = {"weight": (c, p), "bias": (c,), "basis": (q, q), "offset": (), "root": (c, c)}
+    shapes["inverse"] = (q, c) if mode == "exact" else (q,)
+    for name, tensor in present.items():
+        _expect(f"exit.{k}.{name}", tensor, torch.float32, shapes[name])
+    head = HeadWeights(present["weight"], present.get("bias"))
+    if mode is None:
+        return head, None
+    posterior = Posterior(mode, **{name: present[name] for name in _POSTERIOR})
+    if not bool((posterior.inverse >= 0).all()) or float(posterior.offset) < 0:
+        raise InputError(f"exit.{k}.inverse and exit.{k}.offset must not be negative")
+    return head, posterior
 
 
 def ensemble(k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None) -> Tensor:

@@ -347,6 +347,8 @@ def _open(
 def _calibration(run: "Run", tuner: "Tuner", method: Method) -> "Calibration":
     """The run's saved calibration by a method, or a new one, saved."""
     known = run.calibration(method)
+    if known is not None and not known.belongs_to(tuner.trace):
+        raise InputError(f"{run.calibration_file(method)} is of another net than the run's trace: calibrate again")
     if known is None:
         known = tuner.calibrate(method)
         known.save(run.calibration_file(method))

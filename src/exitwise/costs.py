@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
 
 from exitwise.errors import InputError
 
@@ -25,7 +24,7 @@ class Costs:
                 f"`costs` must be positive, finite numbers, one per exit, but got {self.values!r}"
             ) from None
         object.__setattr__(self, "values", values)
-        if not values or not all(isfinite(value) and value > 0 for value in values):
+        if not values or not all(1e-100 < value < 1e100 for value in values):  # so that sums and ratios are numbers too
             raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
         if any(later <= earlier for earlier, later in pairwise(values)):
             raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")

@@ -22,6 +22,9 @@ class Method:
     tune_prior: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("laplace", "tune_temperature", "tune_prior"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"`{name}` must be True or False, but got {getattr(self, name)!r}")
         if self.ensemble not in (None, "mie"):
             raise InputError(f"`ensemble` must be None or 'mie', but got {self.ensemble!r}")
         if self.tune_prior and not self.laplace:

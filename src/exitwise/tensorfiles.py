@@ -46,7 +46,7 @@ def check_format(path: Path, header: Mapping[str, str], format: str, version: in
         )
     try:
         return {key: json.loads(value) for key, value in header.items() if key not in ("format", "version")}
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
         raise InputError(f"{path} has a header that is not valid JSON: {error}") from None
 
 

@@ -39,10 +39,14 @@ class HeadWeights:
     weight: Tensor
     bias: Tensor | None
 
+    def single(self) -> "HeadWeights":
+        """The same in float32."""
+        return HeadWeights(self.weight.float(), None if self.bias is None else self.bias.float())
+
     def logits(self, features: Tensor) -> Tensor:
         """(n, c) from features (n, p), in float32 whatever they were kept in."""
-        bias = None if self.bias is None else self.bias.float()
-        return torch.nn.functional.linear(features.float(), self.weight.float(), bias)
+        single = self.single()
+        return torch.nn.functional.linear(features.float(), single.weight, single.bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +132,7 @@ class Trace:
         if len(tensors["curvature.n"]) != 1:
             raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
         exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
-        beyond = next((key for key in tensors if (m := search(r"\.(\d+)(\.|$)", key)) and int(m[1]) >= exits), None)
+        beyond = next((key for key in tensors if (m := search(r"\.(\d{1,9})(\.|$)", key)) and int(m[1]) >= exits), None)
         if beyond:
             raise InputError(f"it holds {beyond!r}, but costs of {exits} exits only")
         for k in range(exits):
@@ -233,6 +237,7 @@ def _model(value: Any) -> Mapping[str, Any] | None:
 def _range(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(x, int | float) for x in value):
-        raise InputError(f"`budget_range` in the header must be two numbers, but is {value!r}")
+    numbers = isinstance(value, list) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
+    if not numbers or not 0 <= value[0] < value[1] < 1e300:
+        raise InputError(f"`budget_range` in the header must be two growing numbers, but is {str(value)[:80]}")
     return (float(value[0]), float(value[1]))

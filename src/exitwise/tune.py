@@ -70,7 +70,7 @@ class Tuner:
             raise InputError(f"`search` must be 'grid' or 'continuous', but got {search!r}")
         self._temperatures = _positive("temperatures", temperatures)
         self._prior_vars = _positive("prior_vars", prior_vars)
-        self._trace, self._mode, self._search = trace, mode, search
+        self.trace, self._mode, self._search = trace, mode, search
         self._draws = standard_normals(samples, trace.num_classes, seed) if draws is None else _checked(draws, trace)
         self._settings: dict[str, Any] = {"samples": len(self._draws), "search": search}
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
@@ -80,7 +80,7 @@ class Tuner:
 
     @cached_property
     def _spectra(self) -> list[Spectrum]:
-        return spectra(self._trace, self._mode)
+        return spectra(self.trace, self._mode)
 
     def calibrate(self, method: Method | str) -> Calibration:
         method = method_named(method) if isinstance(method, str) else method
@@ -88,10 +88,10 @@ class Tuner:
             raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
-        weights = self._trace.costs.values if method.ensemble else None
-        chain = _Chain([self._table(k, method.laplace) for k in range(self._trace.num_exits)], weights)
+        weights = self.trace.costs.values if method.ensemble else None
+        chain = _Chain([self._table(k, method.laplace) for k in range(self.trace.num_exits)], weights)
         grids = []
-        for k in range(self._trace.num_exits):
+        for k in range(self.trace.num_exits):
             nlpd = chain.nlpd(k, temperatures, prior_vars)
             if not np.isfinite(nlpd).all():
                 raise InputError(
@@ -104,19 +104,19 @@ class Tuner:
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
             chain = _descend_all(chain, method)
         exits = tuple(
-            CalibratedExit(head, *point, self._spectra[k].posterior(point[1]).single(), self._draws)
+            CalibratedExit(head.single(), *point, self._spectra[k].posterior(point[1]).single(), self._draws)
             if method.laplace
-            else CalibratedExit(head, *point)
-            for k, (head, point) in enumerate(zip(self._trace.heads, chain.points, strict=True))
+            else CalibratedExit(head.single(), *point)
+            for k, (head, point) in enumerate(zip(self.trace.heads, chain.points, strict=True))
         )
         return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
 
     def _table(self, k: int, laplace: bool) -> "TrueLabel":
         if (k, laplace) not in self._tables:
-            val = self._trace.val
+            val = self.trace.val
             spectrum = self._spectra[k] if laplace else None
             self._tables[k, laplace] = TrueLabel(
-                self._trace.heads[k], val.features[k], val.labels, spectrum, self._draws
+                self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws
             )
         return self._tables[k, laplace]
 
