@@ -202,15 +202,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
         """Read and check a calibration; every way in which it may be broken is an `InputError` that names the file."""
-        path = Path(path)
-        tensors, header = tensorfiles.read(path)
-        metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
-        try:
-            return cls._from_tensors(tensors, metadata)
-        except KeyError as error:
-            raise InputError(f"{path} lacks {error.args[0]!r}") from None
-        except (AttributeError, TypeError, InputError) as error:
-            raise InputError(f"{path} is not a usable calibration: {error}") from None
+        return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":

@@ -1,9 +1,9 @@
 """Tensors in safetensors files, with a header that names our format and version."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from exitwise.errors import InputError
 from exitwise.files import replacing
+
+T = TypeVar("T")
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], format: str, version: int, metadata: Mapping[str, Any]) -> None:
@@ -48,6 +50,22 @@ def check_format(path: Path, header: Mapping[str, str], format: str, version: in
         return {key: json.loads(value) for key, value in header.items() if key not in ("format", "version")}
     except (RecursionError, ValueError) as error:
         raise InputError(f"{path} has a header that is not valid JSON: {error}") from None
+
+
+def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tensor], dict[str, Any]], T]) -> T:
+    """What `build` makes of a file's tensors and header; what it misses or refuses is an error that names the file."""
+    tensors, header = read(path)
+    metadata = check_format(path, header, format, version)
+    try:
+        return build(tensors, metadata)
+    except KeyError as error:
+        raise InputError(f"{path} lacks {error.args[0]!r}") from None
+    except (
+        AttributeError,
+        TypeError,
+        InputError,
+    ) as error:  # of headers with other kinds of data in them
+        raise InputError(f"{path} is not usable: {error}") from None
 
 
 def finite(tensor: Tensor) -> bool:

@@ -111,15 +111,7 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
         """Read and check a trace; every way in which it may be broken is an `InputError` that names the file."""
-        path = Path(path)
-        tensors, header = tensorfiles.read(path)
-        metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
-        try:
-            return cls._from_tensors(tensors, metadata)
-        except KeyError as error:
-            raise InputError(f"{path} lacks {error.args[0]!r}") from None
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
