@@ -96,17 +96,13 @@ def creating(directory: str | Path, force: bool = False) -> Iterator[Path]:
     directory = Path(directory)
     if directory.resolve() == Path.cwd().resolve():
         raise InputError(f"{directory} is the current folder: name a folder inside it")
-    if directory.exists():
-        empty = directory.is_dir() and not any(directory.iterdir())
-        if not empty and not (directory / "run.json").is_file():
-            raise InputError(f"{directory} exists and is not a run: choose another place")
-        if not empty and not force:
-            raise InputError(f"{directory} already holds a run: choose another place, or --force to replace it")
+    _check_free(directory, force)
     directory.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         yield new
         new.chmod(0o755)
+        _check_free(directory, force)  # another command may have made it meanwhile
         if directory.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
             directory.rename(old / "run")
@@ -117,3 +113,13 @@ def creating(directory: str | Path, force: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+
+
+def _check_free(directory: Path, force: bool) -> None:
+    """Refuse a place where something is that must not be replaced."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not (directory / "run.json").is_file():
+        raise InputError(f"{directory} exists and is not a run: choose another place")
+    if not force:
+        raise InputError(f"{directory} already holds a run: choose another place, or --force to replace it")
