@@ -167,6 +167,12 @@ def test_prior_variances_that_are_none_are_refused(var0: float) -> None:
         Spectrum(random_curvature(3, 3)[0]).posterior(var0)
 
 
+def test_a_posterior_that_is_singular_is_refused() -> None:
+    curvature, _ = random_curvature(3, 3)
+    with pytest.raises(ew.InputError, match="the posterior covariance is singular"):
+        Spectrum(curvature).posterior(1e80)
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ew.InputError, match="paper, exact, naive"):
         Spectrum(random_curvature(3, 3)[0], "diagonal")  # type: ignore[arg-type]

@@ -165,7 +165,13 @@ class Spectrum:
         prior = var0**-0.5
         inverse = 1 / (self._a / sqrt(self.n) + prior)
         covariance = (self._directions / (self._b / sqrt(self.n) + prior)) @ self._directions.T
-        root = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        try:
+            root = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        except torch.linalg.LinAlgError:
+            raise InputError(
+                f"curvature factor B, up to {float(self._b[-1]):.3g}, and prior variance {value:.3g} lie too far apart: "
+                f"the posterior covariance is singular"
+            ) from None
         offset = 1 / (sqrt(self.n) + prior) if self._apart else torch.zeros_like(var0)
         return Posterior(self.mode, self._basis, inverse, offset, root)
 
