@@ -165,13 +165,12 @@ class Spectrum:
         prior = var0**-0.5
         inverse = 1 / (self._a / sqrt(self.n) + prior)
         covariance = (self._directions / (self._b / sqrt(self.n) + prior)) @ self._directions.T
-        try:
-            root = torch.linalg.cholesky((covariance + covariance.T) / 2)
-        except torch.linalg.LinAlgError:
+        root, failed = torch.linalg.cholesky_ex((covariance + covariance.T) / 2)
+        if failed.item():
             raise InputError(
-                f"curvature factor B, up to {float(self._b[-1]):.3g}, and prior variance {value:.3g} lie too far apart: "
+                f"curvature factor B reaches {float(self._b[-1]):.3g}, too much beside a prior variance of {value:.3g}: "
                 f"the posterior covariance is singular"
-            ) from None
+            )
         offset = 1 / (sqrt(self.n) + prior) if self._apart else torch.zeros_like(var0)
         return Posterior(self.mode, self._basis, inverse, offset, root)
 
