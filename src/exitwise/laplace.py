@@ -168,7 +168,7 @@ class Spectrum:
         root, failed = torch.linalg.cholesky_ex((covariance + covariance.T) / 2)
         if failed.item():
             raise InputError(
-                f"curvature factor B reaches {float(self._b[-1]):.3g}, too much beside a prior variance of {value:.3g}: "
+                f"curvature factor B is {float(self._b[-1]):.3g}, too much beside a prior variance of {value:.3g}: "
                 f"the posterior covariance is singular"
             )
         offset = 1 / (sqrt(self.n) + prior) if self._apart else torch.zeros_like(var0)
