@@ -1,4 +1,4 @@
-"""Weights from files: our own, and those of the two public MSDNet code bases."""
+"""Weights from files: our own, those of the two public MSDNet code bases, and torchvision's ResNets and DenseNets."""
 
 import re
 import warnings
@@ -25,6 +25,13 @@ _RENAMES = (
     (r"\.conv_normal\.net\.", ".same."),
     (r"\.conv_down\.net\.", ".down."),
     (r"\.net\.", "."),
+    # Torchvision's.
+    (r"^(conv1|bn1|layer\d\.\d+\.downsample)\.", r"stages.0.\1."),
+    (r"^(layer\d\.\d+)\.(conv|bn)", r"stages.0.\1.residual.\2"),
+    (r"^features\.norm5\.", "heads.0.neck.norm5."),
+    (r"^features\.", "stages.0."),
+    (r"(\.denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2."),  # as in the weights that it offers for download
+    (r"^(?:fc|classifier)\.(weight|bias)$", r"heads.0.last.\1"),
 )
 
 
@@ -36,7 +43,7 @@ def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
 
 
 def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
-    """Load weights into `net` and return it: our own files, or state dicts of the public MSDNet code.
+    """Load weights into `net` and return it: our own files, or state dicts of the public MSDNet code or torchvision.
 
     Safetensors, or a `.pth` file, read with `weights_only=True`: nothing in a file is ever executed. The state may be
     nested under `state_dict` or `model`, its keys may begin with `module.`. Nothing is changed unless everything fits.
@@ -132,13 +139,16 @@ def _fitting_preset(theirs: Mapping[str, Tensor], wanted: Mapping[str, Any] | No
     Of several, the one that was wanted, then one without overrides.
     """
     shapes = {key: tuple(value.shape) for key, value in theirs.items() if not key.endswith("num_batches_tracked")}
-    stem, last = shapes.get("stages.0.0.scales.0.0.weight", ()), shapes.get("heads.0.last.weight", ())
+    last = shapes.get("heads.0.last.weight", ())
     exits = sum(key.startswith("heads.") and key.endswith(".last.weight") for key in shapes)
     found: list[Mapping[str, Any]] = []
-    if len(stem) == 4 and len(last) == 2:
-        for preset in [name for name, config in models.MSDNETS.items() if len(config.blocks) == exits]:
+    for family in models.FAMILIES:
+        stem = shapes.get(family.stem, ())
+        if len(stem) != 4 or len(last) != 2:
+            continue
+        for preset in [name for name, config in family.presets.items() if config.exits == exits]:
             with torch.device("meta"):
-                net = models.msdnet(preset, num_classes=max(last[0], 2), in_channels=max(stem[1], 1))
+                net = family.build(preset, max(last[0], 2), max(stem[1], 1))
             state = net.state_dict()
             if shapes == {k: tuple(v.shape) for k, v in state.items() if not k.endswith("num_batches_tracked")}:
                 found.append(net.spec or {})

@@ -305,7 +305,7 @@ def cost(
         raise InputError(f"`--samples` must be at least 1, but got {samples}")
     config = models.config(preset)
     with torch.device("meta"):
-        net = models.msdnet(preset, num_classes=num_classes, in_channels=in_channels)
+        net = models.build(preset, num_classes=num_classes, in_channels=in_channels)
     shape = (in_channels or config.in_channels, *config.input_shape[1:])
     rows = cost_table(net, shape, samples)
     if as_json:
@@ -323,13 +323,19 @@ def models(as_json: Json = False) -> None:
     found = {name: known.config(name) for name in known.list()}
     if as_json:
         described = {
-            name: {"input_shape": list(config.input_shape), "classes": config.num_classes}
+            name: {
+                "family": known.family(name).name,
+                "exits": config.exits,
+                "input_shape": list(config.input_shape),
+                "classes": config.num_classes,
+            }
             for name, config in found.items()
         }
         return _print_json(models=described)
     for name, config in found.items():
         size = "x".join(map(str, config.input_shape))
-        print(f"{name:20} pictures {size:10} {config.num_classes:5} classes")
+        exits = f"{config.exits} exit{'s' * (config.exits > 1)}"
+        print(f"{name:22}  {known.family(name).name:8}  {exits:7}  pictures {size:9}  {config.num_classes:4} classes")
     return None
 
 

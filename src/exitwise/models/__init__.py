@@ -1,18 +1,57 @@
 """Networks by name. A preset's name, with overrides, is all that a file needs to say to have its net rebuilt."""
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from exitwise.errors import InputError
+from exitwise.models.densenet import PRESETS as DENSENETS
+from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
 from exitwise.models.presets import Config, look_up
+from exitwise.models.resnet import PRESETS as RESNETS
+from exitwise.models.resnet import resnet
 from exitwise.net import MultiExitNet
 
-__all__ = ["BUDGET_RANGES", "MSDNETS", "budget_range", "config", "list", "msdnet", "rebuild"]
+__all__ = [
+    "BUDGET_RANGES",
+    "DENSENETS",
+    "FAMILIES",
+    "MSDNETS",
+    "PRESETS",
+    "RESNETS",
+    "Family",
+    "budget_range",
+    "build",
+    "config",
+    "densenet",
+    "family",
+    "list",
+    "msdnet",
+    "rebuild",
+    "resnet",
+]
 
-PRESETS: Mapping[str, Config] = MSDNETS
+
+@dataclass(frozen=True)
+class Family:
+    """Presets of one architecture."""
+
+    name: str
+    presets: Mapping[str, Config]
+    build: Callable[[str, int | None, int | None], MultiExitNet]  # preset, num_classes, in_channels
+    stem: str  # key of the weight (channels, in_channels, height, width) that reads the picture
+
+
+FAMILIES = (
+    Family("MSDNet", MSDNETS, msdnet, "stages.0.0.scales.0.0.weight"),
+    Family("ResNet", RESNETS, resnet, "stages.0.conv1.weight"),
+    Family("DenseNet", DENSENETS, densenet, "stages.0.conv0.weight"),
+)
+
+PRESETS: Mapping[str, Config] = {name: config for family in FAMILIES for name, config in family.presets.items()}
 
 # The budget intervals, in MACs, over which the paper's tables average.
 BUDGET_RANGES: dict[str, tuple[float, float]] = {
@@ -33,8 +72,19 @@ def list() -> builtins.list[str]:
 
 
 def config(preset: str) -> Config:
-    """The configuration of a preset: `num_classes`, `in_channels`, `input_shape` and its own fields."""
+    """The configuration of a preset: `exits`, `num_classes`, `in_channels`, `input_shape` and its own fields."""
     return look_up(preset, PRESETS)
+
+
+def family(preset: str) -> Family:
+    """The family that a preset belongs to."""
+    look_up(preset, PRESETS)
+    return next(family for family in FAMILIES if preset in family.presets)
+
+
+def build(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
+    """An untrained net of any family by its preset's name; `num_classes` and `in_channels` override the preset's."""
+    return family(preset).build(preset, num_classes, in_channels)
 
 
 def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
@@ -45,7 +95,7 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
         or not set(spec) <= {"preset", "num_classes", "in_channels"}
     ):
         raise InputError(f"a model spec must hold `preset` and at most `num_classes`, `in_channels`, but got {spec}")
-    return msdnet(**spec)
+    return build(**spec)
 
 
 def budget_range(spec: Mapping[str, Any] | None) -> tuple[float, float] | None:

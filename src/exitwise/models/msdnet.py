@@ -32,6 +32,10 @@ class MSDNetConfig:
     global_pool: bool = False  # pool whatever is left instead of 2x2, for pictures smaller than 32x32
 
     @property
+    def exits(self) -> int:
+        return len(self.blocks)
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         return (self.in_channels, self.image_size, self.image_size)
 

@@ -11,6 +11,8 @@ class Config(Protocol):
     """What every preset's configuration has."""
 
     @property
+    def exits(self) -> int: ...
+    @property
     def num_classes(self) -> int: ...
     @property
     def in_channels(self) -> int: ...
@@ -25,7 +27,8 @@ def look_up(preset: str, presets: Mapping[str, C]) -> C:
     """The configuration of that name, or an error with the nearest one."""
     if not isinstance(preset, str) or preset not in presets:
         near = get_close_matches(str(preset), presets, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(presets)}"
+        known = f"known are {', '.join(presets)}" if len(presets) <= 20 else "`exitwise models` lists the names"
+        hint = f"did you mean {near[0]!r}?" if near else known
         raise InputError(f"`preset` must be the name of a model, but got {preset!r}; {hint}")
     return presets[preset]
 

@@ -1,0 +1,144 @@
+"""Densely connected networks (DenseNet), baselines of the paper: one exit, so nothing to decide.
+
+Modules have torchvision's names, save for the exit's own; imagenet-densenet121 is torchvision's.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from exitwise.models.presets import look_up, overrides
+from exitwise.net import Head, MultiExitNet
+
+
+@dataclass(frozen=True)
+class DenseNetConfig:
+    """Everything that defines a DenseNet; between blocks a transition halves width and size."""
+
+    blocks: tuple[int, ...]  # dense layers in each block
+    growth: int  # channels that a layer adds; its 1x1 convolution is four times as wide
+    channels: int  # width of the stem
+    image_size: int
+    num_classes: int
+    in_channels: int = 3
+    imagenet_stem: bool = False  # 7x7 stride 2, BatchNorm, ReLU and max-pooling instead of 3x3 alone
+
+    @property
+    def exits(self) -> int:
+        return 1
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return (self.in_channels, self.image_size, self.image_size)
+
+
+def _cifar(layers: int) -> DenseNetConfig:
+    return DenseNetConfig(blocks=(layers,) * 3, growth=12, channels=24, image_size=32, num_classes=100)
+
+
+def _imagenet(blocks: tuple[int, ...], num_classes: int) -> DenseNetConfig:
+    return DenseNetConfig(blocks, 32, 64, 224, num_classes, imagenet_stem=True)
+
+
+PRESETS: dict[str, DenseNetConfig] = {
+    **{f"cifar100-densenet{6 * layers + 4}": _cifar(layers) for layers in (1, 2, 3, 4, 6, 8, 10, 12, 14)},
+    **{
+        f"{data}-{name}": _imagenet(blocks, classes)
+        for data, classes in (("imagenet", 1000), ("caltech256", 257))
+        for name, blocks in (
+            ("densenet57", (2, 6, 10, 8)),
+            ("densenet65", (4, 6, 12, 8)),
+            ("densenet81", (4, 8, 16, 10)),
+            ("densenet97", (6, 12, 16, 12)),
+            ("densenet121", (6, 12, 24, 16)),
+        )
+    },
+}
+
+
+def build(config: DenseNetConfig) -> MultiExitNet:
+    """The network of a configuration: convolutions start normal by their fan in, the last layer's bias as 0."""
+    width = config.channels
+    trunk: OrderedDict[str, nn.Module] = OrderedDict()
+    if config.imagenet_stem:
+        trunk["conv0"] = nn.Conv2d(config.in_channels, width, 7, stride=2, padding=3, bias=False)
+        trunk["norm0"], trunk["relu0"] = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        trunk["pool0"] = nn.MaxPool2d(3, stride=2, padding=1)
+    else:
+        trunk["conv0"] = nn.Conv2d(config.in_channels, width, 3, padding=1, bias=False)
+    for block, depth in enumerate(config.blocks, start=1):
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for layer in range(1, depth + 1):
+            layers[f"denselayer{layer}"] = DenseLayer(width, config.growth)
+            width += config.growth
+        trunk[f"denseblock{block}"] = nn.Sequential(layers)
+        if block < len(config.blocks):
+            trunk[f"transition{block}"] = _transition(width)
+            width //= 2
+    net = MultiExitNet([nn.Sequential(trunk)], [Head(Neck(width), nn.Linear(width, config.num_classes))])
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+    return net
+
+
+def densenet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
+    """An untrained DenseNet with one exit by its preset's name, such as "imagenet-densenet121".
+
+    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
+    `macs` counts the paper's FLOPs, which leave out the ReLU and the pooling before the last layer: see `Neck`.
+    """
+    config = look_up(preset, PRESETS)
+    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
+    net = build(replace(config, **changes))
+    net.spec = {"preset": preset, **changes}
+    return net
+
+
+class DenseLayer(nn.Sequential):
+    """BatchNorm, ReLU, 1x1, BatchNorm, ReLU, 3x3: new channels, put behind the old."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        steps: OrderedDict[str, nn.Module] = OrderedDict(
+            norm1=nn.BatchNorm2d(inputs),
+            relu1=nn.ReLU(inplace=True),
+            conv1=nn.Conv2d(inputs, 4 * growth, 1, bias=False),
+            norm2=nn.BatchNorm2d(4 * growth),
+            relu2=nn.ReLU(inplace=True),
+            conv2=nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        )
+        super().__init__(steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, super().forward(x)], dim=1)  # type: ignore[no-untyped-call]
+
+
+def _transition(width: int) -> nn.Sequential:
+    steps: OrderedDict[str, nn.Module] = OrderedDict(
+        norm=nn.BatchNorm2d(width),
+        relu=nn.ReLU(inplace=True),
+        conv=nn.Conv2d(width, width // 2, 1, bias=False),
+        pool=nn.AvgPool2d(2),
+    )
+    return nn.Sequential(steps)
+
+
+class Neck(nn.Module):
+    """BatchNorm, ReLU and global average pooling.
+
+    ReLU and pooling are calls, not modules, as in torchvision, and `macs` sees modules only. So, it seems, did the
+    paper's counter: its FLOPs come out exactly. What is left out is two MACs for every element of the last map,
+    under 0.04 % of each preset's cost.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm5 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.relu(self.norm5(x), inplace=True)
+        return nn.functional.adaptive_avg_pool2d(x, 1).flatten(1)

@@ -1,0 +1,133 @@
+"""Residual networks (ResNet), baselines of the paper: one exit, so nothing to decide, but all else works on them.
+
+Modules have torchvision's names, save for `residual` in a block and the exit's own. ImageNet's ResNet18, 34 and 50 are
+torchvision's.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from exitwise.models.presets import look_up, overrides
+from exitwise.net import Head, MultiExitNet
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """Everything that defines a ResNet; every group of blocks is twice as wide and half as large as the one before."""
+
+    blocks: tuple[int, ...]  # residual blocks in each group
+    channels: int  # width of the stem and of the first group
+    image_size: int
+    num_classes: int
+    in_channels: int = 3
+    bottleneck: bool = False  # blocks of 1x1, 3x3 and 1x1 to four times the width, instead of two 3x3
+    imagenet_stem: bool = False  # 7x7 stride 2 and max-pooling instead of 3x3
+
+    @property
+    def exits(self) -> int:
+        return 1
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return (self.in_channels, self.image_size, self.image_size)
+
+
+def _cifar(blocks: int) -> ResNetConfig:
+    return ResNetConfig(blocks=(blocks,) * 3, channels=16, image_size=32, num_classes=100)
+
+
+def _imagenet(blocks: tuple[int, ...], bottleneck: bool, num_classes: int) -> ResNetConfig:
+    return ResNetConfig(blocks, 64, 224, num_classes, bottleneck=bottleneck, imagenet_stem=True)
+
+
+PRESETS: dict[str, ResNetConfig] = {
+    **{f"cifar100-resnet{6 * blocks + 2}": _cifar(blocks) for blocks in (1, 2, 3, 4, 6, 8, 10, 14, 18)},
+    **{
+        f"{data}-{name}": _imagenet(blocks, bottleneck, classes)
+        for data, classes in (("imagenet", 1000), ("caltech256", 257))
+        for name, blocks, bottleneck in (
+            ("resnet10", (1, 1, 1, 1), False),
+            ("resnet18", (2, 2, 2, 2), False),
+            ("resnet26", (3, 3, 3, 3), False),
+            ("resnet34", (3, 4, 6, 3), False),
+            ("resnet50", (3, 4, 6, 3), True),
+        )
+    },
+}
+
+
+def build(config: ResNetConfig) -> MultiExitNet:
+    """The network of a configuration: convolutions start normal by their fan out, the rest as PyTorch starts it."""
+    width = config.channels
+    stem = (7, 2) if config.imagenet_stem else (3, 1)
+    trunk: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=_conv(config.in_channels, width, *stem), bn1=nn.BatchNorm2d(width), relu=nn.ReLU(inplace=True)
+    )
+    if config.imagenet_stem:
+        trunk["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    for group, depth in enumerate(config.blocks):
+        inner = config.channels * 2**group
+        outputs = inner * 4 if config.bottleneck else inner
+        blocks = []
+        for number in range(depth):
+            stride = 2 if group and number == 0 else 1
+            blocks.append(Block(width, inner, outputs, stride))
+            width = outputs
+        trunk[f"layer{group + 1}"] = nn.Sequential(*blocks)
+    neck = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = MultiExitNet([nn.Sequential(trunk)], [Head(neck, nn.Linear(width, config.num_classes))])
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net
+
+
+def resnet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
+    """An untrained ResNet with one exit by its preset's name, such as "cifar100-resnet14".
+
+    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
+    """
+    config = look_up(preset, PRESETS)
+    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
+    net = build(replace(config, **changes))
+    net.spec = {"preset": preset, **changes}
+    return net
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class Block(nn.Module):
+    """Convolutions, added to their input: two 3x3, or where `outputs` is wider than `inner` a bottleneck of three.
+
+    The input goes through a 1x1 convolution where it has another shape than what it is added to.
+    """
+
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        if outputs == inner:
+            convs = [_conv(inputs, inner, 3, stride), _conv(inner, outputs, 3)]
+        else:
+            convs = [_conv(inputs, inner, 1), _conv(inner, inner, 3, stride), _conv(inner, outputs, 1)]
+        steps: OrderedDict[str, nn.Module] = OrderedDict()
+        for number, conv in enumerate(convs, start=1):
+            steps[f"conv{number}"] = conv
+            steps[f"bn{number}"] = nn.BatchNorm2d(conv.out_channels)
+            if conv is not convs[-1]:
+                steps[f"relu{number}"] = nn.ReLU(inplace=True)
+        self.residual = nn.Sequential(steps)
+        self.downsample = (
+            nn.Identity()
+            if (inputs, stride) == (outputs, 1)
+            else nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+        )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.residual(x)
+        out += self.downsample(x)  # in place, as no backward pass reads what a normalisation puts out
+        result: Tensor = self.relu(out)
+        return result
