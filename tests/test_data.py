@@ -48,43 +48,44 @@ def test_batches_are_normalised_and_cover_everything_once(tmp_path: Path) -> Non
 
 def test_a_split_is_the_same_for_a_seed_and_disjoint(tmp_path: Path) -> None:
     write_cifar(tmp_path)
-    train, _ = data.load("cifar100", tmp_path)
-    one, same, other = (data.ValSplit.random(train, 10, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.index, same.index)
-    assert not torch.equal(one.index, other.index)
-    stays, val = one.apply(train)
-    assert sorted([*stays.index.tolist(), *val.index.tolist()]) == list(range(40))
+    train, test = data.load("cifar100", tmp_path)
+    one, same, other = (data.HoldOut.random(train, 10, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.val.index, same.val.index)
+    assert not torch.equal(one.val.index, other.val.index)
+    splits = one.apply(train, test)
+    assert sorted([*splits.train.index.tolist(), *splits.val.index.tolist()]) == list(range(40))
+    assert splits.test is test
 
 
 def test_a_split_is_found_in_a_copy_of_another_order(tmp_path: Path) -> None:
     records = write_cifar(tmp_path / "a")
-    train, _ = data.load("cifar100", tmp_path / "a")
-    split = data.ValSplit.random(train, 10, 0)
+    train, test = data.load("cifar100", tmp_path / "a")
+    split = data.HoldOut.random(train, 10, 0)
     split.save(tmp_path / "split.safetensors")
-    expected = split.apply(train)[1]
+    expected = split.apply(train, test).val
     write_cifar(tmp_path / "b")
     np.random.default_rng(9).permutation(records).tofile(tmp_path / "b" / "cifar-100-binary" / "train.bin")
     shuffled, _ = data.load("cifar100", tmp_path / "b")
-    stays, val = data.ValSplit.load(tmp_path / "split.safetensors").apply(shuffled)
-    assert torch.equal(val.pixels, expected.pixels)
-    assert torch.equal(val.labels, expected.labels)
-    assert len(stays) == 30
+    found = data.HoldOut.load(tmp_path / "split.safetensors").apply(shuffled, test)
+    assert torch.equal(found.val.pixels, expected.pixels)
+    assert torch.equal(found.val.labels, expected.labels)
+    assert len(found.train) == 30
 
 
 def test_a_split_of_another_data_set_is_refused(tmp_path: Path) -> None:
     write_cifar(tmp_path / "a")
     write_cifar(tmp_path / "b", seed=1)
-    split = data.ValSplit.random(data.load("cifar100", tmp_path / "a")[0], 10, 0)
+    split = data.HoldOut.random(data.load("cifar100", tmp_path / "a")[0], 10, 0)
     with pytest.raises(ew.InputError, match="10 of the run's 10 validation images are not among"):
-        split.apply(data.load("cifar100", tmp_path / "b")[0])
+        split.apply(*data.load("cifar100", tmp_path / "b"))
 
 
 def test_the_zoo_split_is_that_of_its_trace() -> None:
-    split = data.ValSplit.load(ew.zoo.path("split.safetensors"))
+    split = data.HoldOut.load(ew.zoo.path("split.safetensors"))
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     assert trace.val.index is not None
-    assert torch.equal(split.index, trace.val.index)
-    assert len(set(split.fingerprints.tolist())) >= len(split.index) - 5  # CIFAR-100 holds a few pictures twice
+    assert torch.equal(split.val.index, trace.val.index)
+    assert len(set(split.val.fingerprints.tolist())) >= len(split.val.index) - 5  # CIFAR-100 holds a few pictures twice
 
 
 @pytest.mark.parametrize(

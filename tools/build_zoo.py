@@ -12,6 +12,7 @@ import torch
 
 import exitwise as ew
 from exitwise import data
+from exitwise.data.holdout import Part
 from exitwise.files import write_json
 from exitwise.run import describe
 from exitwise.zoo import NET
@@ -27,7 +28,7 @@ def main(checkpoint: str, trace_file: str, root: str) -> None:
     index = trace.val.index
     assert index is not None
     assert torch.equal(train.labels[index], trace.val.labels)
-    data.ValSplit(index, train.fingerprints()[index]).save(here / "split.safetensors")
+    data.HoldOut(Part(index, train.fingerprints()[index])).save(here / "split.safetensors")
     write_json(here / "run.json", describe(net.spec or {}, {"name": "cifar100", "root": None}))
 
 

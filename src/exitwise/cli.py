@@ -14,7 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import exitwise
-from exitwise.errors import InputError
+from exitwise.cli_train import Accelerator, Devices, Json, Net, NumNodes, Workers, train
+from exitwise.errors import InputError, SharedError
+from exitwise.first import is_first_process
 from exitwise.methods import OURS, SAMPLES, VANILLA, Method, method_named
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ app = typer.Typer(
 )
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 MethodOption = Annotated[str, typer.Option(help="One of the twelve methods, by the paper's name.")]
 Mode = Annotated[str, typer.Option(help="The Laplace posterior: paper, exact or naive.")]
@@ -50,6 +51,8 @@ def main() -> None:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         _fail(f"{error.format_message()} Try `exitwise --help`.")
+    except SharedError as error:
+        _fail(str(error), said=not is_first_process())
     except InputError as error:
         _fail(str(error))
     except BrokenPipeError:
@@ -57,8 +60,12 @@ def main() -> None:
         sys.exit(141)
     except OSError as error:
         _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except RuntimeError as error:
+        if type(error).__module__ != "torch.distributed":
+            raise
+        _fail("another process ended: see its message", said=not is_first_process())
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", status=130)
+        _fail("interrupted", status=130, said=not is_first_process())
     sys.exit(code or 0)
 
 
@@ -67,8 +74,10 @@ def _terminated(*_: object) -> None:
     raise SystemExit(143)
 
 
-def _fail(message: str, status: int = 2) -> None:
-    print(f"exitwise: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, status: int = 2, said: bool = False) -> None:
+    """End with one line, unless another process has said it."""
+    if not said:
+        print(f"exitwise: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -85,6 +94,9 @@ def _options(
     ] = False,
 ) -> None:
     del version
+
+
+app.command()(train)
 
 
 @app.command()
@@ -142,11 +154,16 @@ def collect(
     data: Annotated[str | None, typer.Option(help="The data set's name, for a new run.")] = None,
     model: Annotated[str | None, typer.Option(help="The net's preset, for a new run.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="The net's weights, ours or the public MSDNet code's, for a new run.")
+        Path | None, typer.Option(help="The net's weights, ours or a public MSDNet's or torchvision's, for a new run.")
     ] = None,
+    net: Net = None,
     split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
-    val_size: Annotated[int, typer.Option(help="Number of validation images, for a new run.")] = 5000,
+    val_size: Annotated[int | None, typer.Option(help="Number of validation images, for a new run.")] = None,
     batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
+    workers: Workers = 0,
+    accelerator: Accelerator = "auto",
+    devices: Devices = None,
+    num_nodes: NumNodes = None,
     half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
     force: Force = False,
     as_json: Json = False,
@@ -157,21 +174,25 @@ def collect(
     A new RUN is made from --model, --checkpoint, --data and --root.
     """
     from exitwise import commands
+    from exitwise.machine import Machine
 
     if batch_size < 1:
         raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
+    machine = Machine(accelerator, devices, num_nodes)
     with _bars() as progress:
         if (run / "run.json").is_file():
-            given = {"--data": data, "--model": model, "--checkpoint": checkpoint}
+            given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
             for option, value in given.items():
                 if value is not None:
                     raise InputError(f"{run} already has its net and data set: {option} is for a new run")
-            trace = commands.collect_again(run, root, batch_size, half, force, progress)
+            trace = commands.collect_again(run, root, net, batch_size, workers, half, force, machine, progress)
         else:
-            if data is None or model is None or checkpoint is None or root is None:
+            if data is None or model is None or checkpoint is None:
                 raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
-            source = commands.Source(model, checkpoint, data, root, split_seed, val_size)
-            trace = commands.collect_new(run, source, batch_size, half, progress)
+            source = commands.Source(data, root, split_seed, val_size)
+            trace = commands.collect_new(run, source, model, checkpoint, batch_size, half, progress)
+    if not is_first_process():
+        return None
     if as_json:
         splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
         return _print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
@@ -394,7 +415,7 @@ def _bars() -> "Iterator[ProgressCall]":
         TimeRemainingColumn(),
     )
     console = show.console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal or not is_first_process()) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(name: str, done: int, total: int | None) -> None:

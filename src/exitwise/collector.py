@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from exitwise import models
+from exitwise import models, processes
 from exitwise.cost import macs
 from exitwise.costs import Costs
 from exitwise.errors import InputError
@@ -44,11 +44,16 @@ def collect(
     without augmentation. Memory does not grow with the train set. Unless given, `costs` are counted in MACs for
     inputs of val's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the
     public code's exponential average, for comparison. The net's device and mode are left as they were.
+
+    Among several processes (a `torch.distributed` group), each takes whole batches in turn from loaders that give all
+    of them the same, and every process returns the whole trace.
     """
     if curvature not in _ACCUMULATORS:
         raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
     if classes is not None and len(classes) != net.num_classes:
         raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+    if curvature == "average" and processes.world() > 1:
+        raise InputError("`curvature` 'average' depends on the order of batches: one process alone can collect it")
     counted = [] if costs is None else [Costs.of(costs)]
 
     def count(images: Tensor) -> None:
@@ -69,7 +74,7 @@ def collect(
         test=held.get("test"),
         heads=tuple(_head_weights(head.last) for head in net.exits),
         curvature=sums,
-        costs=counted[0],
+        costs=processes.of_first(counted)[0],  # the first process has the first batch, others may have none
         classes=tuple(classes) if classes is not None else None,
         model=net.spec,
         budget_range=budget_range or models.budget_range(net.spec),
@@ -93,7 +98,7 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
     device = next(net.parameters()).device
     total = _total(loader)
     done = 0
-    for batch in loader:
+    for batch in processes.dealt(loader):
         if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
@@ -115,8 +120,8 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
         yield images.to(device), labels, index
         done += len(labels)
         if progress:
-            progress(name, done, total)
-    if not done:
+            progress(name, min(done * processes.world(), total or done), total)
+    if not processes.total(torch.tensor(done)):
         raise InputError(f"`{name}` gave no samples")
 
 
@@ -152,9 +157,9 @@ def _features(
         seen += len(batch_labels)
     known = [rows for rows in index if rows is not None]
     return Split(
-        features=tuple(torch.cat(rows) for rows in features),
-        labels=torch.cat(labels),
-        index=torch.cat(known) if len(known) == len(index) else None,
+        features=tuple(processes.joined(rows) for rows in features),
+        labels=processes.joined(labels),
+        index=processes.joined(known) if processes.of_first(len(known) == len(index)) else None,
     )
 
 
@@ -171,7 +176,13 @@ def _curvature(
         for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
             sum_.update(x, head.last(x))
         seen += len(labels)
-    return tuple(sum_.result() for sum_ in sums)
+    return tuple(_over_all(sum_.result()) for sum_ in sums)
+
+
+def _over_all(curvature: Curvature) -> Curvature:
+    """The sums of all processes."""
+    A, B, n = (processes.total(each) for each in (curvature.A, curvature.B, torch.tensor(curvature.n)))
+    return Curvature(A, B, int(n))
 
 
 def _head_weights(last: torch.nn.Linear) -> HeadWeights:

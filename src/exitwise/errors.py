@@ -1,5 +1,9 @@
-"""The one kind of error that a user's input can cause."""
+"""The kinds of errors that a user's input can cause."""
 
 
 class InputError(ValueError):
     """An argument, a file or a setting is wrong; the message is one line that says what, and what was expected."""
+
+
+class SharedError(InputError):
+    """One that every process of several has found: one of them says it."""

@@ -54,6 +54,13 @@ class Run:
     def calibration_file(self, method: Method) -> Path:
         return self.directory / "calibrations" / f"{method.slug}.safetensors"
 
+    def training(self) -> dict[str, Any]:
+        """How the run's net is trained."""
+        found = self.about.get("training")
+        if not isinstance(found, dict):
+            raise InputError(f"{self.directory} was not made by training: there is nothing to go on with")
+        return found
+
     def trace(self) -> Trace:
         if not self.trace_file.is_file():
             raise InputError(f"{self.directory} has no trace yet: run `exitwise collect {self.directory}` first")
@@ -80,11 +87,14 @@ class Run:
         write_json(file, {**known, **results})
 
 
-def describe(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def describe(
+    model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The contents of run.json."""
     versions = {"exitwise": exitwise.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
     versions["python"] = platform.python_version()
-    return {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data), "versions": versions}
+    about = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
+    return {**about, **({"training": dict(training)} if training else {}), "versions": versions}
 
 
 @contextmanager

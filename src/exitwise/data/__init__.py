@@ -1,83 +1,149 @@
-"""Data sets by name, held as bytes and turned into batches without per-image Python."""
+"""Data sets by name, held as bytes and turned into batches without per-image Python where they fit into memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from exitwise import tensorfiles
-from exitwise.data import cifar
-from exitwise.data.images import Batches, ImageSet
+from exitwise.data import cifar, digits, fashion, folders
+from exitwise.data.archives import Archive, download
+from exitwise.data.batches import Batches, Shuffled
+from exitwise.data.holdout import HoldOut, Splits
+from exitwise.data.images import Augmentation, ImageSet, Pictures
 from exitwise.errors import InputError
-from exitwise.seeds import generator_of
 
-__all__ = ["DATA_SETS", "Batches", "ImageSet", "ValSplit", "load"]
+__all__ = [
+    "DATA_SETS",
+    "Augmentation",
+    "Batches",
+    "DataSet",
+    "HoldOut",
+    "ImageSet",
+    "Pictures",
+    "Shuffled",
+    "Splits",
+    "data_set",
+    "load",
+]
 
-# Each takes the folder that holds the data and returns its train and test sets.
-DATA_SETS: Mapping[str, Callable[[Path], tuple[ImageSet, ImageSet]]] = {"cifar100": cifar.cifar100}
-
-SPLIT_FORMAT, SPLIT_VERSION = "exitwise.split", 1
+Loaded = tuple[Pictures, Pictures | None]
 
 
-def load(name: str, root: str | Path) -> tuple[ImageSet, ImageSet]:
-    """Train and test images of a data set; the train images still hold the validation split."""
+@dataclass(frozen=True)
+class DataSet:
+    """A data set by name: how it is read, and what it is trained with unless told otherwise."""
+
+    read: Callable[[Path | None, int], Loaded]  # root and picture size (for files) -> train and test, or all and None
+    model: str
+    recipe: str
+    val_size: int | float  # a number of train pictures, or a share of them
+    test_size: int | float = 0  # where it has no test set of its own
+    archives: Sequence[Archive] = ()
+
+
+def _rooted(read: Callable[[Path, int], Loaded], name: str) -> Callable[[Path | None, int], Loaded]:
+    """A reader that cannot do without a root."""
+
+    def checked(root: Path | None, size: int) -> Loaded:
+        if root is None:
+            raise InputError(f"{name} lies in a folder: say which by --root")
+        return read(root, size)
+
+    return checked
+
+
+_CALTECH256 = Archive(
+    "256_ObjectCategories.tar",
+    "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
+    "67b4f42ca05d46448c6bb8ecd2220f6d",
+)
+
+DATA_SETS: Mapping[str, DataSet] = {
+    "cifar100": DataSet(
+        read=_rooted(lambda root, _: cifar.load(cifar.CIFAR100, root), "cifar100"),
+        model="cifar100-small",
+        recipe="cifar100",
+        val_size=5000,
+        archives=(cifar.CIFAR100.archive,),
+    ),
+    "cifar10": DataSet(
+        read=_rooted(lambda root, _: cifar.load(cifar.CIFAR10, root), "cifar10"),
+        model="cifar100-small",
+        recipe="cifar100",
+        val_size=5000,
+        archives=(cifar.CIFAR10.archive,),
+    ),
+    "fashion-mnist": DataSet(
+        read=lambda root, _: fashion.load(root),
+        model="tiny-32",
+        recipe="fashion-mnist",
+        val_size=5000,
+        archives=fashion.ARCHIVES,
+    ),
+    "imagenet": DataSet(
+        read=_rooted(folders.imagenet, "imagenet"), model="imagenet-small", recipe="imagenet", val_size=50_000
+    ),
+    "caltech256": DataSet(
+        read=_rooted(lambda root, size: (folders.caltech256(root, size), None), "caltech256"),
+        model="caltech256-small",
+        recipe="caltech256",
+        val_size=2500,
+        test_size=5000,
+        archives=(_CALTECH256,),
+    ),
+    "digits": DataSet(
+        read=lambda root, size: (digits.load(), None), model="tiny-8", recipe="digits", val_size=297, test_size=500
+    ),
+}
+
+_OWN = "folder:"
+
+
+def data_set(name: str) -> DataSet:
+    """What is known about a data set, by its name or as folder:PATH."""
+    if name.startswith(_OWN):
+        path = Path(name.removeprefix(_OWN))
+        return DataSet(
+            read=lambda _, size: folders.own(path, size),
+            model="imagenet-small",
+            recipe="caltech256",
+            val_size=0.1,
+            test_size=0.2,
+        )
     if name not in DATA_SETS:
         near = get_close_matches(name, DATA_SETS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(DATA_SETS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(DATA_SETS)} and folder:PATH"
         raise InputError(f"`data` must be the name of a data set, but got {name!r}; {hint}")
-    return DATA_SETS[name](Path(root))
+    return DATA_SETS[name]
 
 
-class ValSplit:
-    """Which train images are held out for validation.
+def load(
+    name: str, root: str | Path | None = None, size: int = 224, skip_unreadable: bool = False, fetch: bool = False
+) -> Loaded:
+    """Train and test pictures of a data set; the train pictures still hold the validation split.
 
-    They are named by a fingerprint of their pixels besides their position, so that a copy of the data set in another
-    order gives the same split.
+    A data set without a test set of its own gives all its pictures and None. `size` is that of pictures from files;
+    `skip_unreadable` leaves out those that cannot be decoded; `fetch` downloads what is missing to `root` first.
     """
+    known = data_set(name)
+    place = None if root is None else Path(root)
+    if fetch:
+        _fetch(name, known, place)
+    train, test = known.read(place, size)
+    if skip_unreadable:
+        train = train.readable() if isinstance(train, folders.FileSet) else train
+        test = test.readable() if isinstance(test, folders.FileSet) else test
+    return train, test
 
-    def __init__(self, index: Tensor, fingerprints: Tensor) -> None:
-        self.index = index  # (n,) int64
-        self.fingerprints = fingerprints  # (n,) int64
 
-    @classmethod
-    def random(cls, train: ImageSet, size: int, seed: int) -> "ValSplit":
-        """`size` of the train images, chosen by a seed."""
-        if not 0 < size < len(train):
-            raise InputError(f"the validation split must take some of {len(train)} train images, but would take {size}")
-        index = torch.randperm(len(train), generator=generator_of(seed))[:size].sort().values
-        return cls(index, train.fingerprints()[index])
+def _fetch(name: str, known: DataSet, root: Path | None) -> None:
+    if not known.archives:
+        raise InputError(f"{name} cannot be downloaded from here")
+    if root is None:
+        raise InputError(f"--download needs --root: where to put {name}")
+    download(known.archives, root)
+    if known.archives == (_CALTECH256,) and not (root / "256_ObjectCategories").is_dir():
+        import tarfile
 
-    def apply(self, train: ImageSet) -> tuple[ImageSet, ImageSet]:
-        """The train images that stay, and the validation images in this split's own order."""
-        index = self._find(train)
-        stays = torch.ones(len(train), dtype=torch.bool)
-        stays[index] = False
-        return train[stays.nonzero().squeeze(1)], train[index]
-
-    def _find(self, train: ImageSet) -> Tensor:
-        known = train.fingerprints()
-        if int(self.index.max()) < len(known) and torch.equal(known[self.index], self.fingerprints):
-            return self.index
-        position = {int(value): place for place, value in enumerate(known)}
-        missing = [value for value in self.fingerprints.tolist() if value not in position]
-        if missing:
-            raise InputError(
-                f"{len(missing)} of the run's {len(self.index)} validation images are not among these {len(known)} "
-                f"train images: this is not the data set that the run was made with"
-            )
-        return torch.tensor([position[value] for value in self.fingerprints.tolist()])
-
-    def save(self, path: Path) -> None:
-        tensors = {"val.index": self.index, "val.fingerprint": self.fingerprints}
-        tensorfiles.write(path, tensors, SPLIT_FORMAT, SPLIT_VERSION, {})
-
-    @classmethod
-    def load(cls, path: Path) -> "ValSplit":
-        tensors, header = tensorfiles.read(path)
-        tensorfiles.check_format(path, header, SPLIT_FORMAT, SPLIT_VERSION)
-        index, prints = tensors.get("val.index"), tensors.get("val.fingerprint")
-        if index is None or prints is None or index.shape != prints.shape or index.dim() != 1 or not len(index):
-            raise InputError(f"{path} must hold val.index and val.fingerprint, one of each per validation image")
-        return cls(index, prints)
+        with tarfile.open(_CALTECH256.checked(root)) as archive:
+            archive.extractall(root, filter="data")

@@ -1,40 +1,118 @@
-"""CIFAR-100 in its official binary layout: a record is a coarse label, a fine label and 3 x 32 x 32 pixels."""
+"""CIFAR in its official binary layout: a record is one or two bytes of labels and 3 x 32 x 32 pixels."""
 
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from exitwise.data.archives import Archive, missing
 from exitwise.data.images import ImageSet
 from exitwise.errors import InputError
 
 _PIXELS = 3 * 32 * 32
-_MEAN, _STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
-def cifar100(root: Path) -> tuple[ImageSet, ImageSet]:
-    """Train and test from ROOT or ROOT/cifar-100-binary."""
-    folder = next((path for path in (root / "cifar-100-binary", root) if (path / "train.bin").is_file()), None)
-    if folder is None:
-        raise InputError(f"{root} must hold CIFAR-100's binary files, but has no cifar-100-binary/train.bin")
-    names = folder / "fine_label_names.txt"
-    if not names.is_file():
-        raise InputError(f"{names} does not exist")
-    classes = tuple(names.read_text(encoding="utf-8").split())
-    if len(classes) != 100:
-        raise InputError(f"{names} must name 100 classes, but names {len(classes)}")
-    return _records(folder / "train.bin", classes), _records(folder / "test.bin", classes)
+@dataclass(frozen=True)
+class Layout:
+    """Where a version of CIFAR has what."""
+
+    archive: Archive
+    folder: str
+    train: tuple[str, ...]
+    test: str
+    names: str
+    classes: int
+    label_bytes: int  # the label is the last of them
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
-def _records(path: Path, classes: tuple[str, ...]) -> ImageSet:
+CIFAR100 = Layout(
+    archive=Archive(
+        "cifar-100-binary.tar.gz",
+        "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        "03b5dce01913d631647c71ecec9e9cb8",
+    ),
+    folder="cifar-100-binary",
+    train=("train.bin",),
+    test="test.bin",
+    names="fine_label_names.txt",
+    classes=100,
+    label_bytes=2,
+    mean=(0.5071, 0.4867, 0.4408),
+    std=(0.2675, 0.2565, 0.2761),
+)
+
+CIFAR10 = Layout(
+    archive=Archive(
+        "cifar-10-binary.tar.gz",
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        "c32a1d4ab5d03f1284b67883e8d87530",
+    ),
+    folder="cifar-10-batches-bin",
+    train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+    test="test_batch.bin",
+    names="batches.meta.txt",
+    classes=10,
+    label_bytes=1,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+)
+
+Reader = Callable[[str], bytes]  # a file of the layout, by its name
+
+
+def load(layout: Layout, root: Path) -> tuple[ImageSet, ImageSet]:
+    """Train and test from ROOT or the layout's folder in it, or else from the archive in ROOT."""
+    for folder in (root / layout.folder, root):
+        if (folder / layout.train[0]).is_file():
+            return _sets(layout, str(folder), lambda name, folder=folder: _read(folder / name))  # type: ignore[misc]
+    if not (root / layout.archive.name).is_file():
+        raise missing(root, [layout.archive], f"{layout.folder}/{layout.train[0]}")
+    with tarfile.open(layout.archive.checked(root)) as archive:
+        return _sets(layout, layout.archive.name, lambda name: _member(archive, f"{layout.folder}/{name}"))
+
+
+def _read(path: Path) -> bytes:
     if not path.is_file():
         raise InputError(f"{path} does not exist")
-    data = np.fromfile(path, np.uint8)
-    if not len(data) or len(data) % (2 + _PIXELS):
-        raise InputError(f"{path} must hold records of {2 + _PIXELS} bytes, but has {len(data)} bytes: is it cut off?")
-    records = data.reshape(-1, 2 + _PIXELS)
-    labels = torch.from_numpy(records[:, 1].astype(np.int64))
-    if int(labels.max()) >= len(classes):
-        raise InputError(f"{path} must hold labels 0..{len(classes) - 1}, but has {int(labels.max())}")
-    pixels = torch.from_numpy(records[:, 2:]).reshape(-1, 3, 32, 32)
-    return ImageSet(pixels, labels, torch.arange(len(labels)), classes, _MEAN, _STD)
+    return path.read_bytes()
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    try:
+        member = archive.extractfile(name)
+    except KeyError:
+        member = None
+    if member is None:
+        raise InputError(f"{archive.name!s} holds no {name}")
+    return member.read()
+
+
+def _sets(layout: Layout, place: str, read: Reader) -> tuple[ImageSet, ImageSet]:
+    classes = tuple(read(layout.names).decode().split())
+    if len(classes) != layout.classes:
+        raise InputError(f"{place}/{layout.names} must name {layout.classes} classes, but names {len(classes)}")
+    train = np.concatenate([_records(layout, f"{place}/{name}", read(name)) for name in layout.train])
+    test = _records(layout, f"{place}/{layout.test}", read(layout.test))
+    return _images(layout, train, classes), _images(layout, test, classes)
+
+
+def _records(layout: Layout, name: str, data: bytes) -> np.ndarray:
+    size = layout.label_bytes + _PIXELS
+    if not data or len(data) % size:
+        raise InputError(f"{name} must hold records of {size} bytes, but has {len(data)} bytes: is it cut off?")
+    records = np.frombuffer(data, np.uint8).reshape(-1, size)
+    highest = int(records[:, layout.label_bytes - 1].max())
+    if highest >= layout.classes:
+        raise InputError(f"{name} must hold labels 0..{layout.classes - 1}, but has {highest}")
+    return records
+
+
+def _images(layout: Layout, records: np.ndarray, classes: tuple[str, ...]) -> ImageSet:
+    labels = torch.from_numpy(records[:, layout.label_bytes - 1].astype(np.int64))
+    pixels = torch.from_numpy(records[:, layout.label_bytes :].copy()).reshape(-1, 3, 32, 32)
+    return ImageSet(pixels, labels, torch.arange(len(labels)), classes, layout.mean, layout.std)

@@ -1,0 +1,138 @@
+"""The command `train`: a data set and a net in, a run with a trained net out."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exitwise.errors import InputError
+from exitwise.first import is_first_process
+
+RunToResume = Annotated[
+    Path | None, typer.Argument(metavar="[RUN]", help="The run to go on with, for --resume.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Devices = Annotated[int | None, typer.Option(help="Processes on this machine, one per device; torchrun's, or 1.")]
+NumNodes = Annotated[int | None, typer.Option(help="Machines that run this same command; torchrun's, or 1.")]
+Workers = Annotated[int, typer.Option(help="Processes that decode picture files.")]
+Net = Annotated[str | None, typer.Option(help="Your own net: package.module:function, which returns a MultiExitNet.")]
+
+
+def train(
+    run: RunToResume = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="cifar100, cifar10, fashion-mnist, imagenet, caltech256, digits, or folder:PATH."),
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The net's preset (see `exitwise models`); the data set's own.")
+    ] = None,
+    net: Net = None,
+    out: Annotated[Path | None, typer.Option(help="Where to put the run; exitwise-DATA if not given.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="How to train: a recipe's name; the data set's own.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's; its milestones move along.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's; all processes together.")] = None,
+    lr: Annotated[float | None, typer.Option(help="First learning rate, instead of the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, data order and augmentation; 0.")] = None,
+    split_seed: Annotated[int, typer.Option(help="Chooses the pictures held out.")] = 0,
+    val_size: Annotated[int | None, typer.Option(help="Number of validation pictures; the data set's own.")] = None,
+    test_size: Annotated[int | None, typer.Option(help="The same for data without a test set.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Of pictures from files; the net's own.")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Get the data set first, into --root.")] = False,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out picture files that cannot be decoded, naming each.")
+    ] = False,
+    workers: Workers = 0,
+    accelerator: Accelerator = "auto",
+    devices: Devices = None,
+    num_nodes: NumNodes = None,
+    precision: Annotated[str, typer.Option(help="32-true, 16-mixed, bf16-mixed, bf16-true or 64-true.")] = "32-true",
+    strategy: Annotated[str, typer.Option(help="auto or ddp.")] = "auto",
+    accumulate: Annotated[int, typer.Option(help="Parts of a batch, one after the other, for small memories.")] = 1,
+    compile: Annotated[
+        bool | None, typer.Option(help="By torch.compile; where the training is long enough to pay.")
+    ] = None,
+    checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint this often, besides every epoch's.")] = 10.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN from its newest checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is already there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a net on a data set, by the paper's recipe or your own, on one device or many.
+
+    `exitwise train --data digits` makes a new run. Interrupted by anything, `exitwise train RUN --resume` goes on bit
+    for bit. The net that is kept is that of the epoch with the best validation accuracy at the last exit.
+    """
+    from exitwise import commands
+    from exitwise.live import Live
+    from exitwise.machine import Machine
+    from exitwise.training import StoppedError
+
+    logging.basicConfig(level=logging.WARNING if is_first_process() else logging.ERROR, format="exitwise: %(message)s")
+    order = commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile)
+    machine = Machine(accelerator, devices, num_nodes, precision, strategy)
+    means = commands.Means(machine, accumulate, workers, checkpoint_minutes)
+    _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size)
+    if workers < 0 or checkpoint_minutes < 0:
+        raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
+    if resume:
+        place = _resumed(run, out, data)
+    elif run is not None:
+        raise InputError(f"{run}: --resume goes on with a run; a new one is named by --out")
+    elif data is None:
+        raise InputError("say what to train on by --data, such as --data digits")
+    else:
+        place = out or Path(f"exitwise-{Path(data.replace(':', '/')).name}")
+    try:
+        with Live() as live:
+            if resume:
+                history = commands.train_on(place, root, order, means, live)
+            else:
+                source = commands.Source(
+                    data or "", root, split_seed, val_size, test_size, image_size, skip_unreadable, download
+                )
+                history = commands.train_new(place, source, order, means, force, live)
+    except StoppedError as stopped:
+        if is_first_process():
+            print(f"exitwise: stopped {stopped}; `exitwise train {place} --resume` goes on", file=sys.stderr)
+        raise SystemExit(128 + stopped.signal_number) from None
+    if is_first_process():
+        _report(place, history, as_json)
+
+
+def _check_numbers(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise InputError(f"`--{name.replace('_', '-')}` must be at least 1, but got {value}")
+
+
+def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
+    from exitwise.commands import same_data
+    from exitwise.run import Run
+
+    place = run or out
+    if place is None:
+        raise InputError("--resume needs the run to go on with: exitwise train RUN --resume")
+    if data is not None:
+        same_data(Run(place), data)
+    return place
+
+
+def _report(place: Path, history: Any, as_json: bool) -> None:
+    import json
+
+    best = history.best
+    if as_json:
+        from exitwise.results import plain
+
+        print(json.dumps(plain({"run": str(place), "best": best.epoch, **history.to_dict()}), allow_nan=False))
+        return
+    exits = ", ".join(f"{100 * top1:.2f}" for top1 in best.val_top1)
+    print(
+        f"Trained for {len(history.epochs)} epochs; kept is epoch {best.epoch}, "
+        f"with validation top-1 {exits} % by exit.\n"
+        f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}"
+    )

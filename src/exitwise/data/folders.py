@@ -1,0 +1,179 @@
+"""Class folders of picture files: ImageNet, Caltech-256, anybody's own. Pillow decodes them when they are asked for."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from os import scandir
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exitwise.data.images import Augmentation, hashes
+from exitwise.errors import InputError
+
+_log = logging.getLogger(__name__)
+
+_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+_MARGIN = 256 / 224  # the short side, before the centre of it is cut out
+
+
+@dataclass(frozen=True, eq=False)
+class FileSet:
+    """n picture files, decoded to RGB of size x size when asked for."""
+
+    root: Path
+    files: tuple[str, ...]  # relative to root, with /
+    labels: Tensor
+    index: Tensor
+    classes: tuple[str, ...]
+    size: int
+    mean: tuple[float, ...] = _MEAN
+    std: tuple[float, ...] = _STD
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 3, self.size, self.size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, positions: Tensor) -> Self:
+        """Some of them."""
+        files = tuple(self.files[position] for position in positions.tolist())
+        return replace(self, files=files, labels=self.labels[positions], index=self.index[positions])
+
+    def pixels_of(self, positions: Tensor, augmentation: Augmentation | None, draws: Tensor | None) -> Tensor:
+        rows = [None] * len(positions) if draws is None else draws.tolist()
+        pictures = [
+            decode(self.root / self.files[position], self.size, augmentation, row)
+            for position, row in zip(positions.tolist(), rows, strict=True)
+        ]
+        return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
+
+    def fingerprints(self) -> Tensor:
+        """A hash of each file's name and folder."""
+        return hashes(file.encode() for file in self.files)
+
+    def readable(self) -> Self:
+        """Those that can be decoded, tried one by one; the others are logged by their paths."""
+        with ThreadPoolExecutor() as pool:
+            problems = list(pool.map(lambda file: _problem(self.root / file, self.size), self.files))
+        for problem in problems:
+            if problem:
+                _log.warning("skipped: %s", problem)
+        return self[torch.tensor([place for place, problem in enumerate(problems) if problem is None])]
+
+
+def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileSet:
+    """The picture files of ROOT's class folders; files of other kinds are skipped and counted."""
+    if not root.is_dir():
+        raise InputError(f"{root} must be a folder with a folder per class, but is not a folder")
+    names = tuple(sorted(entry.name for entry in scandir(root) if entry.is_dir() and not entry.name.startswith(".")))
+    if len(names) < 2:
+        raise InputError(f"{root} must hold at least two class folders, but holds {len(names)}")
+    if classes is not None and names != classes:
+        other = sorted(set(names) ^ set(classes))[0]
+        raise InputError(f"{root} must have the {len(classes)} class folders of train, but differs in {other!r}")
+    files, labels, skipped = [], [], 0
+    for label, name in enumerate(names):
+        inside = sorted(path for path in (root / name).rglob("*") if path.is_file())
+        pictures = [path for path in inside if path.suffix.lower() in _SUFFIXES]
+        if not pictures:
+            raise InputError(f"{root / name} is a class folder without pictures: fill or remove it")
+        skipped += len(inside) - len(pictures)
+        files += [path.relative_to(root).as_posix() for path in pictures]
+        labels += [label] * len(pictures)
+    if skipped:
+        _log.warning("%s: skipped %d files that are not pictures", root, skipped)
+    return FileSet(root, tuple(files), torch.tensor(labels), torch.arange(len(files)), names, size)
+
+
+def imagenet(root: Path, size: int) -> tuple[FileSet, FileSet]:
+    """ROOT/train and ROOT/val with the same class folders."""
+    for part in ("train", "val"):
+        if not (root / part).is_dir():
+            raise InputError(
+                f"{root} must hold ImageNet's train/ and val/ with a folder per class, but has no {part}/; it can be "
+                f"had from image-net.org after registration, not downloaded from here"
+            )
+    train = scan(root / "train", size)
+    return train, scan(root / "val", size, train.classes)
+
+
+def caltech256(root: Path, size: int) -> FileSet:
+    """ROOT or ROOT/256_ObjectCategories; folders such as 001.ak47 give the class names."""
+    inside = root / "256_ObjectCategories"
+    found = scan(inside if inside.is_dir() else root, size)
+    return replace(found, classes=tuple(name.split(".", 1)[-1] for name in found.classes))
+
+
+def own(path: Path, size: int) -> tuple[FileSet, FileSet | None]:
+    """Class folders, or train/ and test/ (or val/) of them."""
+    test = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
+    if (path / "train").is_dir() and test is not None:
+        train = scan(path / "train", size)
+        return train, scan(test, size, train.classes)
+    return scan(path, size), None
+
+
+def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list[float] | None) -> np.ndarray:
+    """One picture (size, size, 3) uint8: the centre, or what the draws say."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for damage
+        raise InputError(f"{path} cannot be read as a picture ({error}); --skip-unreadable leaves such out") from None
+    if augmentation is None or draws is None:
+        return np.asarray(_centre(image, size))
+    bilinear = Image.Resampling.BILINEAR
+    if augmentation.resized_crop:
+        image = image.resize((size, size), bilinear, box=_part(image.width, image.height, draws[3:]))
+    else:
+        image = _centre(image, size)
+    if augmentation.padding:
+        p = augmentation.padding
+        left, top = (int(draw * (2 * p + 1)) - p for draw in draws[:2])
+        image = image.crop((left, top, left + size, top + size))  # black where it reaches beyond the picture
+    if augmentation.flip and draws[2] < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.asarray(image)
+
+
+def _centre(image: "Image.Image", size: int) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
+    """The short side to 256/224 of the size, then the centre."""
+    from PIL import Image
+
+    short = round(size * _MARGIN)
+    scale = short / min(image.width, image.height)
+    width, height = (max(short, int(side * scale)) for side in (image.width, image.height))
+    left, top = (round((side - size) / 2) for side in (width, height))
+    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+
+
+def _part(width: int, height: int, draws: list[float]) -> tuple[float, float, float, float]:
+    """A random part with 8 to 100 % of the area and a shape from 3:4 to 4:3; the middle where none fits."""
+    for area, shape, left, top in zip(*(iter(draws),) * 4, strict=True):
+        ratio = exp((2 * shape - 1) * log(4 / 3))
+        pixels = (0.08 + 0.92 * area) * width * height
+        w, h = round(sqrt(pixels * ratio)), round(sqrt(pixels / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            x, y = int(left * (width - w + 1)), int(top * (height - h + 1))
+            return x, y, x + w, y + h
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    x, y = (width - w) // 2, (height - h) // 2
+    return x, y, x + w, y + h
+
+
+def _problem(path: Path, size: int) -> str | None:
+    try:
+        decode(path, size, None, None)
+    except InputError as error:
+        return str(error).removesuffix("; --skip-unreadable leaves such out")
+    return None

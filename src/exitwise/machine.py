@@ -1,0 +1,84 @@
+"""Where a net is trained or run: devices, processes, nodes, precision. Lightning Fabric does the work."""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exitwise.errors import InputError
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+ACCELERATORS = ("auto", "cpu", "cuda", "mps")
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+STRATEGIES = ("auto", "ddp")  # those under which every process holds the whole net, as our files do
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One process per device, on every node. Under torchrun, numbers that are not given are torchrun's."""
+
+    accelerator: str = "auto"
+    devices: int | None = None
+    num_nodes: int | None = None
+    precision: str = "32-true"
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in (("accelerator", ACCELERATORS), ("precision", PRECISIONS), ("strategy", STRATEGIES)):
+            if getattr(self, name) not in known:
+                raise InputError(f"`{name}` must be one of {', '.join(known)}, but got {getattr(self, name)!r}")
+        for name in ("devices", "num_nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"`{name}` must be at least 1, but got {value}")
+
+    def fabric(self) -> "Fabric":
+        """Fabric for it, not yet launched."""
+        try:
+            from lightning_fabric import Fabric
+        except ImportError:
+            raise InputError("training needs lightning-fabric: pip install 'exitwise[train]'") from None
+        accelerator = _resolved(self.accelerator)
+        devices = self.devices or _from_torchrun("LOCAL_WORLD_SIZE") or 1
+        there = _count(accelerator)
+        if devices > there:
+            kind = "CPU cores" if accelerator == "cpu" else f"{accelerator} devices"
+            raise InputError(f"`devices` must be at most the {there} {kind} of this machine, but is {devices}")
+        nodes = self.num_nodes or max(1, (_from_torchrun("WORLD_SIZE") or 1) // devices)
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # its banners are not ours
+        arguments: dict[str, Any] = {
+            "accelerator": accelerator,
+            "devices": devices,
+            "num_nodes": nodes,
+            "precision": self.precision,
+            "strategy": "ddp" if self.strategy == "auto" and devices * nodes > 1 else self.strategy,
+        }
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return Fabric(**arguments)
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"this machine cannot do that: {' '.join(str(error).split())}") from None
+
+
+def _resolved(accelerator: str) -> str:
+    if accelerator != "auto":
+        return accelerator
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _count(accelerator: str) -> int:
+    if accelerator == "cuda":
+        return torch.cuda.device_count()
+    if accelerator == "mps":
+        return int(torch.backends.mps.is_available())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _from_torchrun(name: str) -> int | None:
+    value = os.environ.get(name) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return int(value) if value else None

@@ -1,0 +1,345 @@
+"""The training loop: the sum of the exits' losses, a checkpoint at every epoch, the best net kept.
+
+Data order, augmentation and dropout follow from the seed, the epoch and the batch alone, and the learning rate from the
+recipe. So a checkpoint of weights and momentum is all it takes to go on bit for bit, from any batch.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from exitwise import processes
+from exitwise.checkpoint import load_checkpoint, save_checkpoint
+from exitwise.data.batches import Parts
+from exitwise.errors import InputError, SharedError
+from exitwise.history import Epoch, History
+from exitwise.machine import Machine
+from exitwise.net import MultiExitNet
+from exitwise.recipes import Recipe, recipe_named
+from exitwise.seeds import seed_for
+from exitwise.snapshots import Snapshots
+from exitwise.sources import Source, source_of
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+_WORTH_COMPILING = 5000  # batches: compiling takes one or two minutes, and saves about a quarter of the rest
+
+
+class StoppedError(Exception):
+    """A training that was asked to stop, and has written its checkpoint."""
+
+    def __init__(self, signal_number: int, where: str) -> None:
+        super().__init__(where)
+        self.signal_number = signal_number
+
+
+class Watcher:
+    """Told what happens; this one does nothing with it."""
+
+    def started(self, epochs: int, batches: int, history: History) -> None: ...
+    def batch(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None: ...
+    def epoch(self, row: Epoch, kept: bool) -> None: ...
+
+
+@dataclass
+class State:
+    """Where a training is: so many whole epochs and batches of the next, and what they left."""
+
+    epoch: int = 0
+    batch: int = 0
+    loss: float = 0.0  # summed over the batches of this epoch so far
+    seconds: float = 0.0  # of this epoch so far
+    rows: list[Epoch] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "State":
+        try:
+            rows = [Epoch.from_dict(row) for row in data["rows"]]
+            return cls(int(data["epoch"]), int(data["batch"]), float(data["loss"]), float(data["seconds"]), rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"a checkpoint's state is not usable: {error!r}") from None
+
+
+def train(
+    net: MultiExitNet,
+    train: Any,
+    val: Iterable[Any],
+    *,
+    recipe: Recipe | str,
+    out: str | Path,
+    seed: int = 0,
+    resume: bool = False,
+    machine: Machine | None = None,
+    accumulate: int = 1,
+    compile: bool = False,
+    workers: int = 0,
+    checkpoint_minutes: float = 10.0,
+    watcher: Watcher | None = None,
+) -> History:
+    """Train a net in place, and leave in the folder `out` its best weights, its history and checkpoints.
+
+    `train` is a data set of ours, any `Dataset` of (image, label), or a loader of (images, labels) with a length that
+    gives its own batches; `val` is a loader. The net ends with the weights of the epoch whose validation accuracy at
+    the last exit was best. With `resume` it goes on from the newest whole checkpoint in `out`. `accumulate` cuts
+    every batch into that many parts, one after the other, and steps once for all of them.
+    """
+    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    folder = Path(out)
+    snapshots = Snapshots(folder / "checkpoints")
+    if not resume and snapshots.newest() is not None:
+        raise InputError(f"{folder} already holds a training: `resume` goes on with it")
+    fabric = (machine or Machine()).fabric()
+    fabric.launch()
+    source = source_of(train, recipe, seed, workers)
+    trainer = Trainer(net, source, val, recipe, fabric, folder, seed, accumulate, compile)
+    trainer.checkpoint_minutes = checkpoint_minutes
+    trainer.watcher = watcher or Watcher()
+    if resume:
+        trainer.restore(*snapshots.load())
+    history = trainer.run()
+    load_checkpoint(net, folder / "net.safetensors")
+    return history
+
+
+def worth_compiling(batches: int) -> bool:
+    """Whether a training of so many batches gains from torch.compile, and this machine can compile."""
+    compiler = os.environ.get("CXX") or "g++"
+    return batches >= _WORTH_COMPILING and shutil.which(compiler) is not None
+
+
+class Trainer:
+    """One process's part in a training."""
+
+    def __init__(
+        self,
+        net: MultiExitNet,
+        source: Source,
+        val: Iterable[Any],
+        recipe: Recipe,
+        fabric: "Fabric",
+        folder: Path,
+        seed: int = 0,
+        accumulate: int = 1,
+        compile: bool = False,
+    ) -> None:
+        self.net, self.source, self.val, self.recipe, self.fabric = net, source, val, recipe, fabric
+        self.folder, self.seed, self.accumulate = folder, seed, accumulate
+        self.snapshots = Snapshots(folder / "checkpoints")
+        self.state = State()
+        self.watcher = Watcher()
+        self.checkpoint_minutes = 10.0
+        self._speed = 0.0  # images per second in this epoch
+        if accumulate < 1:
+            raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
+        self._parts = fabric.world_size * accumulate
+        if recipe.batch_size % self._parts:
+            raise InputError(
+                f"`batch_size` {recipe.batch_size} must be a multiple of {fabric.world_size} processes x "
+                f"{accumulate} parts, or they could not share a batch evenly"
+            )
+        if compile or fabric.device.type == "cuda":
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._layout = torch.channels_last if compile or fabric.device.type == "cuda" else torch.contiguous_format
+        self._optimizer = torch.optim.SGD(
+            net.parameters(),
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov and recipe.momentum > 0,
+            weight_decay=recipe.weight_decay,
+            fused=fabric.device.type in ("cpu", "cuda"),
+        )
+        module: nn.Module = torch.compile(net) if compile else net  # type: ignore[assignment]
+        self._module, self._stepper = fabric.setup(module, self._optimizer)
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        """Weights, momentum and the place in the training. The first process writes, the others wait."""
+        if processes.rank() == 0:
+            tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
+            for name, parameter in self.net.named_parameters():
+                momentum = self._optimizer.state[parameter].get("momentum_buffer")
+                if momentum is not None:
+                    tensors[f"momentum.{name}"] = momentum
+            state = self.state.to_dict()
+            precision = self.fabric.strategy.precision.state_dict()
+            self.snapshots.save(self.state.epoch, self.state.batch, tensors, {**state, "precision": precision})
+        processes.barrier()
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """What `save` wrote, into this trainer, whole or not at all."""
+        self.state = State.from_dict(state)
+        weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
+        ours = self.net.state_dict()
+        if {name: value.shape for name, value in ours.items()} != {n: v.shape for n, v in weights.items()}:
+            raise InputError("the checkpoint is of another net")
+        self.net.load_state_dict(weights)
+        for name, parameter in self.net.named_parameters():
+            if f"momentum.{name}" in tensors:
+                momentum = torch.empty_like(parameter, requires_grad=False).copy_(tensors[f"momentum.{name}"])
+                self._optimizer.state[parameter]["momentum_buffer"] = momentum
+        self.fabric.strategy.precision.load_state_dict(dict(state.get("precision") or {}))
+
+    # -- the loop
+
+    def run(self) -> History:
+        """Train to the end, or until told to stop."""
+        self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
+        cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
+        with _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
+            if self.snapshots.newest() is None:
+                self.save()
+            while self.state.epoch < self.recipe.epochs:
+                self._train_epoch(asked)
+                self._finish_epoch(asked)
+        history = History(tuple(self.state.rows))
+        if processes.rank() == 0:
+            history.save(self.folder / "history.csv")
+        return history
+
+    def _train_epoch(self, asked: list[int]) -> None:
+        state, batches, rank = self.state, len(self.source), processes.rank()
+        if state.batch >= batches:
+            return
+        self._module.train()
+        mine = range(rank * self.accumulate, (rank + 1) * self.accumulate)
+        begun, saved, first = time.monotonic() - state.seconds, time.monotonic(), state.batch
+        clock = time.monotonic()
+        for parts in self.source.epoch(state.epoch, state.batch, self._parts, mine):
+            self._set_lr(state.epoch, state.batch / batches)
+            due = time.monotonic() - saved > 60 * self.checkpoint_minutes
+            loss, stop, save = self._step(parts, bool(asked), due)
+            state.batch += 1
+            state.loss += loss
+            state.seconds = time.monotonic() - begun
+            if stop or (save and state.batch < batches):
+                self.save()
+                saved = time.monotonic()
+            if stop:
+                raise StoppedError(asked[0] if asked else signal.SIGTERM, self._where())
+            speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
+            left = (self.recipe.epochs - state.epoch) * batches - state.batch
+            self.watcher.batch(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
+        self._speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
+        self.save()  # validation may be interrupted, too
+
+    def _finish_epoch(self, asked: list[int]) -> None:
+        state = self.state
+        start = time.monotonic()
+        top1, loss = self._validate(asked)
+        row = Epoch(
+            epoch=state.epoch + 1,
+            lr=self.recipe.lr_at(state.epoch, 1.0 - 1.0 / len(self.source)),
+            train_loss=state.loss / len(self.source),
+            val_loss=loss,
+            val_top1=top1,
+            images_per_second=self._speed,
+            seconds=state.seconds + time.monotonic() - start,
+        )
+        best = History((*state.rows, row)).best is row
+        state.rows.append(row)
+        state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
+        if processes.rank() == 0:
+            if best:  # before the checkpoint: an epoch that is done again writes the same net again
+                save_checkpoint(self.net, self.folder / "net.safetensors")
+            History(tuple(state.rows)).save(self.folder / "history.csv")
+        self.save()
+        self.watcher.epoch(row, best)
+        if asked and processes.world() == 1:
+            raise StoppedError(asked[0], self._where())
+
+    def _step(self, parts: Parts, asked: bool, due: bool) -> tuple[float, bool, bool]:
+        """One step of the optimiser; the loss over all processes, and whether any wants to stop or to save."""
+        state = self.state
+        torch.manual_seed(seed_for(self.seed, state.epoch, state.batch, processes.rank()))
+        self._stepper.zero_grad(set_to_none=True)
+        loss = torch.zeros((), dtype=torch.float64)
+        for number, (images, labels) in enumerate(parts, start=1):
+            images = self.fabric.to_device(images)
+            if images.dim() == 4:
+                images = images.contiguous(memory_format=self._layout)
+            with self.fabric.no_backward_sync(self._module, enabled=number < len(parts)):
+                part = self._loss(self._module(images), self.fabric.to_device(labels)) / len(parts)
+                self.fabric.backward(part)
+            loss += part.detach().double().cpu()
+        shared = torch.stack([loss / processes.world(), torch.tensor(float(asked)), torch.tensor(float(due))])
+        loss_, stop, save = processes.total(shared).tolist()
+        if not isfinite(loss_):
+            last = self.snapshots.newest()
+            raise SharedError(
+                f"the loss became {loss_} in epoch {state.epoch + 1}, batch {state.batch + 1}; "
+                f"the last good checkpoint is {last}"
+            )
+        self._stepper.step()
+        return loss_, stop > 0, save > 0
+
+    def _loss(self, logits: list[Tensor], labels: Tensor) -> Tensor:
+        """The sum of the exits' cross-entropies."""
+        return torch.stack([cross_entropy(exit.float(), labels) for exit in logits]).sum()
+
+    def _validate(self, asked: list[int]) -> tuple[tuple[float, ...], float]:
+        """Top-1 of every exit, and the mean of the summed losses, over the whole validation split."""
+        exits = len(self.net.exits)
+        sums = torch.zeros(exits + 2, dtype=torch.float64)  # right answers per exit, loss, samples
+        self.net.eval()
+        with torch.inference_mode(), self.fabric.autocast():
+            for images, labels, *_ in processes.dealt(self.val):
+                images, labels = self.fabric.to_device(images), self.fabric.to_device(labels)
+                logits = self.net(images)
+                right = torch.stack([(exit.argmax(1) == labels).sum() for exit in logits])
+                loss = self._loss(logits, labels) * len(labels)
+                sums += torch.cat([right.double(), loss[None].double(), right.new_tensor([len(labels)])]).cpu()
+                if asked and processes.world() == 1:  # several processes finish: one alone would leave them waiting
+                    raise StoppedError(asked[0], self._where())
+        sums = processes.total(sums)
+        samples = float(sums[-1])
+        if not samples:
+            raise InputError("`val` gave no samples")
+        return tuple((sums[:exits] / samples).tolist()), float(sums[exits]) / samples
+
+    def _set_lr(self, epoch: int, done: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.lr_at(epoch, done)
+
+    def _where(self) -> str:
+        return f"after {self.state.epoch} epochs and {self.state.batch} batches"
+
+
+@contextmanager
+def _requests_to_stop() -> Iterator[list[int]]:
+    """A list that SIGTERM and Ctrl-C add to, so that a batch ends before the training does; twice ends it at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+        asked.append(number)
+
+    before: dict[int, Any] = {}
+    try:
+        for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+            before[number] = signal.signal(number, note)
+    except ValueError:  # not in the main thread: no signals come here
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
