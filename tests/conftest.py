@@ -1,9 +1,15 @@
 """What every test shares."""
 
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from exitwise import cli
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -20,3 +26,35 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"needs the shared material beside the checkout, and {SHARED.name}/ is not there")
     return SHARED
+
+
+class Outcome:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def exitwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["exitwise", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(int(end.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Sizes and times of all files, to see that nothing has changed."""
+    return {
+        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()
+    }

@@ -8,41 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import Command, contents
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_data import write_cifar
 
 import exitwise as ew
-from exitwise import cli
-
-
-class Outcome:
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture
-def exitwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["exitwise", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return Outcome(int(end.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +53,6 @@ def change_trace(run: Path, change: Callable[[dict[str, torch.Tensor]], None]) -
     change(tensors)
     path.unlink()
     save_file(tensors, path, metadata=header)
-
-
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()
-    }
 
 
 def test_demo_prints_twelve_rows_beside_the_paper(demo: tuple[Path, str]) -> None:

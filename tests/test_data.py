@@ -109,3 +109,16 @@ def test_damaged_files_are_named(tmp_path: Path, damage: object, message: str) -
 def test_a_mistyped_name_gets_a_hint(tmp_path: Path) -> None:
     with pytest.raises(ew.InputError, match="did you mean 'cifar100'"):
         data.load("cifar-100", tmp_path)
+
+
+def test_the_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    everything, none = data.load("digits")
+    assert none is None
+    assert everything.pixels.shape == (1797, 1, 8, 8)
+    pixels = everything.pixels[:, 0].numpy()
+    assert np.array_equal(np.rint(pixels * (16 / 255)), load_digits().images)
+    assert everything.labels.tolist() == load_digits().target.tolist()
+    assert pixels.max() == 255
+    assert (pixels.mean() / 255, pixels.std() / 255) == pytest.approx((*everything.mean, *everything.std), abs=2e-4)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from exitwise import data as data
     from exitwise import metrics as metrics
     from exitwise import models as models
     from exitwise import zoo as zoo
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from exitwise.evaluation import Evaluation as Evaluation
     from exitwise.evaluation import budget_curve as budget_curve
     from exitwise.evaluation import evaluate as evaluate
+    from exitwise.machine import Machine as Machine
     from exitwise.methods import METHODS as METHODS
     from exitwise.methods import Method as Method
     from exitwise.net import Head as Head
@@ -29,27 +31,33 @@ if TYPE_CHECKING:
     from exitwise.policy import fit_policy as fit_policy
     from exitwise.policy import sweep as sweep
     from exitwise.predictions import Predictions as Predictions
+    from exitwise.recipes import RECIPES as RECIPES
+    from exitwise.recipes import Recipe as Recipe
     from exitwise.tables import Table as Table
     from exitwise.tables import ablation as ablation
     from exitwise.tables import decision_experiment as decision_experiment
     from exitwise.trace import Split as Split
     from exitwise.trace import Trace as Trace
+    from exitwise.training import train as train
     from exitwise.tune import calibrate as calibrate
 
 # Public names and where they live, imported when first used: policies and predictions work where torch is absent.
 # No module has the name of a function in it, or importing that module would hide the function.
 _HOMES = {
     "METHODS": "methods",
+    "RECIPES": "recipes",
     "BudgetCurve": "evaluation",
     "Calibration": "calibration",
     "Costs": "costs",
     "Evaluation": "evaluation",
     "Head": "net",
     "InputError": "errors",
+    "Machine": "machine",
     "Method": "methods",
     "MultiExitNet": "net",
     "Policy": "policy",
     "Predictions": "predictions",
+    "Recipe": "recipes",
     "Split": "trace",
     "Table": "tables",
     "Trace": "trace",
@@ -65,8 +73,9 @@ _HOMES = {
     "macs": "cost",
     "save_checkpoint": "checkpoint",
     "sweep": "policy",
+    "train": "training",
 }
-_MODULES = ("metrics", "models", "zoo")
+_MODULES = ("data", "metrics", "models", "zoo")
 
 __all__ = [*_HOMES, *_MODULES]
 

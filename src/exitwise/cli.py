@@ -1,27 +1,24 @@
 """The command: parse, call the library, print. Torch is imported by the commands that need it, not by `--help`."""
 
 import io
-import json
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import exitwise
-from exitwise.cli_train import Accelerator, Devices, Json, Net, NumNodes, Workers, train
+from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, train
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
 from exitwise.methods import OURS, SAMPLES, VANILLA, Method, method_named
 
 if TYPE_CHECKING:
     from exitwise.calibration import Calibration
-    from exitwise.collector import Progress as ProgressCall
     from exitwise.run import Run
     from exitwise.trace import Trace
     from exitwise.tune import Tuner
@@ -32,8 +29,6 @@ app = typer.Typer(
     help="Early-exit networks that can be trusted under a compute budget. Start with: exitwise demo",
 )
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 MethodOption = Annotated[str, typer.Option(help="One of the twelve methods, by the paper's name.")]
 Mode = Annotated[str, typer.Option(help="The Laplace posterior: paper, exact or naive.")]
 Samples = Annotated[int, typer.Option(help="Monte Carlo draws.")]
@@ -97,6 +92,7 @@ def _options(
 
 
 app.command()(train)
+app.command()(collect)
 
 
 @app.command()
@@ -124,7 +120,7 @@ def demo(
             calibration.save(run.calibration_file(calibration.method))
         run.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
-        return _print_json(run=str(out), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+        return print_json(run=str(out), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     out_console = show.console()
     published = zoo.published_changes("ablation", "cifar100-small")
     costs = trace.costs.values
@@ -148,59 +144,6 @@ def demo(
 
 
 @app.command()
-def collect(
-    run: RunArgument,
-    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
-    data: Annotated[str | None, typer.Option(help="The data set's name, for a new run.")] = None,
-    model: Annotated[str | None, typer.Option(help="The net's preset, for a new run.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="The net's weights, ours or a public MSDNet's or torchvision's, for a new run.")
-    ] = None,
-    net: Net = None,
-    split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
-    val_size: Annotated[int | None, typer.Option(help="Number of validation images, for a new run.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
-    workers: Workers = 0,
-    accelerator: Accelerator = "auto",
-    devices: Devices = None,
-    num_nodes: NumNodes = None,
-    half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Run the net once over every split and keep the trace: features of val and test, curvature of train.
-
-    An existing RUN knows its net, data set and split; what was made from its old trace goes with it.
-    A new RUN is made from --model, --checkpoint, --data and --root.
-    """
-    from exitwise import commands
-    from exitwise.machine import Machine
-
-    if batch_size < 1:
-        raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
-    machine = Machine(accelerator, devices, num_nodes)
-    with _bars() as progress:
-        if (run / "run.json").is_file():
-            given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
-            for option, value in given.items():
-                if value is not None:
-                    raise InputError(f"{run} already has its net and data set: {option} is for a new run")
-            trace = commands.collect_again(run, root, net, batch_size, workers, half, force, machine, progress)
-        else:
-            if data is None or model is None or checkpoint is None:
-                raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
-            source = commands.Source(data, root, split_seed, val_size)
-            trace = commands.collect_new(run, source, model, checkpoint, batch_size, half, progress)
-    if not is_first_process():
-        return None
-    if as_json:
-        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
-        return _print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
-    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}")
-    return None
-
-
-@app.command()
 def calibrate(
     run: RunArgument,
     method: MethodOption = OURS,
@@ -220,7 +163,7 @@ def calibrate(
         vanilla = tuner.calibrate(VANILLA)
     made.save(opened.calibration_file(chosen))
     if as_json:
-        return _print_json(**made.to_dict())
+        return print_json(**made.to_dict())
     show.console().print(show.calibration(made, vanilla))
     return None
 
@@ -235,19 +178,22 @@ def evaluate(
     method: MethodOption = OURS,
     score: Annotated[str, typer.Option(help="What decides: confidence, entropy or variance.")] = "confidence",
     strategy: Annotated[str, typer.Option(help="How thresholds are made: geometric.")] = "geometric",
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Another run, such as a baseline's, to show beside; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
-    from exitwise import show
-    from exitwise.commands import parse_budget
+    from exitwise import commands, show
     from exitwise.evaluation import evaluate as evaluate_policy
     from exitwise.policy import check_request, fit_policy
+    from exitwise.run import Run
 
     chosen = method_named(method)
     opened, trace, tuner = _open(run)
     if trace.test is None:
         raise InputError(f"the trace of {run} has no test split to evaluate on")
-    asked = parse_budget(budget, trace.costs)
+    asked = commands.parse_budget(budget, trace.costs)
     check_request(trace.costs, asked, strategy, score)
     if score == "variance" and not chosen.laplace:
         raise InputError("`score` 'variance' needs draws: choose a method with Laplace")
@@ -263,11 +209,14 @@ def evaluate(
         )
         found[each.name] = (policy, result)
     policy, result = found[chosen.name]
+    for other in against or []:
+        name, pair = commands.at_budget(Run(other), asked, trace.costs.unit)
+        found[name] = pair
     opened.save_policy(policy)
     report = {name: {"policy": made.to_dict(), "evaluation": got.to_dict()} for name, (made, got) in found.items()}
     opened.add_results(evaluation={"budget": asked, "unit": trace.costs.unit, "method": chosen.name, "methods": report})
     if as_json:
-        return _print_json(budget=asked, unit=trace.costs.unit, method=chosen.name, methods=report)
+        return print_json(budget=asked, unit=trace.costs.unit, method=chosen.name, methods=report)
     out = show.console()
     out.print(show.evaluation(found, asked, trace.costs.unit))
     out.print(show.exits(policy, result, trace.costs.values, trace.costs.unit))
@@ -296,7 +245,7 @@ def ablate(
         found = study(trace, tuner, budget_range)
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
-        return _print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+        return print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     preset = str((trace.model or {}).get("preset", ""))
     out = show.console()
     out.print(show.ablation(found.ablation, "Ablation", zoo.published_changes("ablation", preset), out.width))
@@ -331,7 +280,7 @@ def cost(
     rows = cost_table(net, shape, samples)
     if as_json:
         exits = [asdict(row) for row in rows]
-        return _print_json(preset=preset, unit="MACs", samples=samples, input_shape=list(shape), exits=exits)
+        return print_json(preset=preset, unit="MACs", samples=samples, input_shape=list(shape), exits=exits)
     show.console().print(show.cost(preset, rows, samples))
     return None
 
@@ -352,7 +301,7 @@ def models(as_json: Json = False) -> None:
             }
             for name, config in found.items()
         }
-        return _print_json(models=described)
+        return print_json(models=described)
     for name, config in found.items():
         size = "x".join(map(str, config.input_shape))
         exits = f"{config.exits} exit{'s' * (config.exits > 1)}"
@@ -383,12 +332,6 @@ def _calibration(run: "Run", tuner: "Tuner", method: Method) -> "Calibration":
     return known
 
 
-def _print_json(**data: Any) -> None:
-    from exitwise.results import plain
-
-    print(json.dumps(plain(data), allow_nan=False))
-
-
 @contextmanager
 def _status(message: str) -> Iterator[None]:
     """A spinner on stderr while something runs, where someone watches."""
@@ -400,27 +343,3 @@ def _status(message: str) -> Iterator[None]:
         return
     with err.status(message):
         yield
-
-
-@contextmanager
-def _bars() -> "Iterator[ProgressCall]":
-    """A progress bar per split, on stderr."""
-    from exitwise import show
-
-    columns = (
-        TextColumn("{task.description:>5}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("images"),
-        TimeRemainingColumn(),
-    )
-    console = show.console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal or not is_first_process()) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(name: str, done: int, total: int | None) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=done)
-
-        yield progress

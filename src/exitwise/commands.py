@@ -1,7 +1,7 @@
 """What commands do besides calling one function of the library."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
@@ -13,22 +13,22 @@ from exitwise import checkpoint, data, models
 from exitwise.collector import Progress, collect
 from exitwise.cost import macs
 from exitwise.costs import Costs
-from exitwise.errors import InputError, SharedError
+from exitwise.errors import InputError
+from exitwise.evaluation import Evaluation, evaluate
 from exitwise.files import write_json
-from exitwise.history import History
 from exitwise.machine import Machine
+from exitwise.methods import VANILLA
 from exitwise.net import MultiExitNet
+from exitwise.policy import Policy, fit_policy
 from exitwise.processes import rank
-from exitwise.recipes import Recipe, recipe_named
 from exitwise.run import Run, creating, describe
-from exitwise.sources import source_of
 from exitwise.trace import Trace
-from exitwise.training import Trainer, Watcher, worth_compiling
+from exitwise.tune import Tuner
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_FILE_SIZE = 224  # of pictures from files, for nets that do not say
+FILE_SIZE = 224  # of pictures from files, for nets that do not say
 
 
 def parse_budget(text: str, costs: Costs) -> float:
@@ -47,6 +47,22 @@ def parse_budget(text: str, costs: Costs) -> float:
     if unit != costs.unit:
         raise InputError(f"`--budget` {text} is in {unit}, but the costs of this run are in {costs.unit}")
     return value
+
+
+def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Evaluation]]:
+    """Another run's plain net at a budget, to compare with; a net with one exit at its own cost."""
+    trace = run.trace()
+    if trace.test is None:
+        raise InputError(f"the trace of {run.directory} has no test split to evaluate on")
+    if trace.costs.unit != unit:
+        raise InputError(f"the costs of {run.directory} are in {trace.costs.unit}, not in {unit}")
+    plain = Tuner(trace).calibrate(VANILLA)
+    if trace.num_exits == 1:
+        policy = Policy((float("-inf"),), unit=unit, cost=trace.costs.values[0])
+    else:
+        policy = fit_policy(plain.predict(trace.val), costs=trace.costs, budget=budget)
+    result = evaluate(plain.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
+    return str((trace.model or {}).get("preset", run.directory.name)), (policy, result)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class Source:
         test_size = _number(self.test_size, known.test_size, len(train)) if test is None else 0
         held = data.HoldOut.random(train, val_size, self.split_seed, test_size)
         root = None if self.root is None else str(self.root.resolve())
-        about = {"name": _absolute(self.name), "root": root, "split_seed": self.split_seed, "image_size": size}
+        about = {"name": absolute(self.name), "root": root, "split_seed": self.split_seed, "image_size": size}
         if self.skip_unreadable:
             about["skip_unreadable"] = True
         return held, held.apply(train, test), about
@@ -86,23 +102,20 @@ def _number(asked: int | None, known: int | float, samples: int) -> int:
     return known if isinstance(known, int) else max(1, round(known * samples))
 
 
-def _absolute(name: str) -> str:
+def absolute(name: str) -> str:
     """folder:PATH with the whole path, so that the run finds it from anywhere."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{Path(path).resolve()}" if colon else name
 
 
-def _pictures(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
+def pictures(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
     """The pictures of an existing run, in its own split."""
     about = run.about["data"]
-    size = about.get("image_size") or _FILE_SIZE
+    size = about.get("image_size") or FILE_SIZE
     if not isinstance(size, int):
         raise InputError(f"{run.directory / 'run.json'} must give a whole number as image_size, but gives {size!r}")
     train, test = data.load(about["name"], root or about.get("root"), size, bool(about.get("skip_unreadable")))
     return data.HoldOut.load(run.split_file).apply(train, test)
-
-
-# -- nets
 
 
 def built(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:
@@ -136,7 +149,7 @@ def own_net(function: str) -> MultiExitNet:
     return net
 
 
-def _net_of(run: Run, function: str | None) -> MultiExitNet:
+def net_of(run: Run, function: str | None) -> MultiExitNet:
     """The untrained net of a run."""
     spec = run.about.get("model")
     if isinstance(spec, dict) and "preset" in spec:
@@ -147,9 +160,6 @@ def _net_of(run: Run, function: str | None) -> MultiExitNet:
         made = spec.get("net") if isinstance(spec, dict) else None
         raise InputError(f"{run.directory} has a net of its own: give --net {made or 'package.module:function'} again")
     return own_net(function)
-
-
-# -- collect
 
 
 def collect_new(
@@ -186,8 +196,8 @@ def collect_again(
         raise InputError(f"{run.trace_file} exists: --force to collect it again")
     if not run.net_file.exists():
         raise InputError(f"{directory} has no net yet: `exitwise train {directory} --resume` goes on with its training")
-    net = checkpoint.load_checkpoint(_net_of(run, function), run.net_file)
-    splits = _pictures(run, root)
+    net = checkpoint.load_checkpoint(net_of(run, function), run.net_file)
+    splits = pictures(run, root)
     fabric = _launched(machine)
     if fabric:
         net.to(fabric.device)
@@ -213,159 +223,3 @@ def _collect(
 ) -> Trace:
     loaders = [data.Batches(part, batch_size, workers) for part in (splits.train, splits.val, splits.test)]
     return collect(net, *loaders, classes=splits.train.classes, progress=progress)
-
-
-# -- train
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a training is asked to be; what is None is the data set's own, or the run's when it goes on."""
-
-    model: str | None = None
-    net: str | None = None
-    recipe: str | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    seed: int | None = None
-    compile: bool | None = None
-
-    def made(self, known: data.DataSet) -> Recipe:
-        recipe = recipe_named(self.recipe or known.recipe)
-        if self.epochs is not None:
-            recipe = recipe.scaled(self.epochs)
-        changes = {"batch_size": self.batch_size, "lr": self.lr}
-        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Means:
-    """What a training is done with; none of it changes the result but for floating-point order."""
-
-    machine: Machine
-    accumulate: int = 1
-    workers: int = 0
-    checkpoint_minutes: float = 10.0
-
-
-def train_new(directory: Path, source: Source, order: Order, means: Means, force: bool, watcher: Watcher) -> History:
-    """Make a run and train its net."""
-    known = data.data_set(source.name)
-    recipe = order.made(known)
-    seed = order.seed or 0
-    preset = None if order.net else order.model or known.model
-    size = models.config(preset).input_shape[1] if preset else _FILE_SIZE
-    fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
-    held, splits, about = source.load(size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = built(preset, order.net, splits.train.shape, len(splits.train.classes))
-    batches = len(splits.train) // recipe.batch_size
-    compiled = worth_compiling(batches * recipe.epochs) if order.compile is None else order.compile
-    training = {
-        "recipe": recipe.to_dict(),
-        "seed": seed,
-        "compile": compiled,
-        "precision": means.machine.precision,
-        "threads": torch.get_num_threads(),
-    }
-    trainer_source = source_of(splits.train, recipe, seed, means.workers)
-    fabric.launch()
-    _first_alone(
-        fabric, lambda: _make_run(directory, force, describe(net.spec or {"net": order.net}, about, training), held)
-    )
-    trainer = Trainer(
-        net,
-        trainer_source,
-        data.Batches(splits.val, recipe.batch_size, means.workers),
-        recipe,
-        fabric,
-        directory,
-        seed,
-        means.accumulate,
-        compiled,
-    )
-    return _run(trainer, means, watcher)
-
-
-def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
-    """Go on with the training of an existing run."""
-    run = Run(directory)
-    training = run.training()
-    recipe = Recipe.from_dict(training.get("recipe"))
-    _check_same(run, order, recipe, training)
-    fabric = means.machine.fabric()
-    net = _net_of(run, order.net)
-    splits = _pictures(run, root)
-    seed, compiled = int(training.get("seed", 0)), bool(training.get("compile"))
-    trainer_source = source_of(splits.train, recipe, seed, means.workers)
-    fabric.launch()
-    trainer = Trainer(
-        net,
-        trainer_source,
-        data.Batches(splits.val, recipe.batch_size, means.workers),
-        recipe,
-        fabric,
-        directory,
-        seed,
-        means.accumulate,
-        compiled,
-    )
-    trainer.restore(*trainer.snapshots.load())
-    return _run(trainer, means, watcher)
-
-
-def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
-    trainer.checkpoint_minutes = means.checkpoint_minutes
-    trainer.watcher = watcher if rank() == 0 else Watcher()
-    history = trainer.run()
-    if rank() == 0:
-        history.plot(trainer.folder / "history.png")
-    return history
-
-
-def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.HoldOut) -> None:
-    with creating(directory, force) as new:
-        write_json(new / "run.json", about)
-        held.save(new / "split.safetensors")
-
-
-def _first_alone(fabric: "Fabric", act: Any) -> None:
-    """Let the first process act; all of them fail if it does."""
-    problem = None
-    if fabric.is_global_zero:
-        try:
-            act()
-        except (InputError, OSError) as error:
-            problem = str(error)
-    problem = fabric.broadcast(problem)
-    if problem:
-        raise SharedError(problem)
-
-
-def same_data(run: Run, name: str) -> None:
-    """Refuse to go on with another data set than the run's."""
-    data.data_set(name)
-    if _absolute(name) != run.about["data"]["name"]:
-        raise InputError(f"{run.directory} is trained on {run.about['data']['name']}, and cannot go on with {name}")
-
-
-def _check_same(run: Run, order: Order, recipe: Recipe, training: dict[str, Any]) -> None:
-    """Refuse to go on as something else than the run is."""
-    spec = run.about.get("model") or {}
-    has = {
-        "model": spec.get("preset"),
-        "epochs": recipe.epochs,
-        "batch_size": recipe.batch_size,
-        "lr": recipe.lr,
-        "seed": training.get("seed"),
-        "compile": training.get("compile"),
-    }
-    for name, value in has.items():
-        asked = getattr(order, name)
-        if asked is not None and asked != value:
-            option = name.replace("_", "-")
-            raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
-    if order.recipe is not None and recipe_named(order.recipe).scaled(recipe.epochs) != recipe:
-        raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")

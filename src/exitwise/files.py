@@ -10,12 +10,14 @@ from typing import Any
 
 from exitwise.errors import InputError
 
+_UNFINISHED = ".part"
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; renamed over `path` when the block ends well, removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -25,6 +27,12 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process left that was killed while it wrote to a folder."""
+    for left in folder.glob(f".*{_UNFINISHED}"):
+        left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,12 +1,16 @@
-"""What people see while a net is trained: a line per epoch, and a bar for the epoch that runs."""
+"""What people see while a net runs over pictures: bars, and a line per epoch of training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from exitwise import show
+from exitwise.collector import Progress as CollectProgress
+from exitwise.first import is_first_process
 from exitwise.history import Epoch, History
 from exitwise.training import Watcher
 
@@ -62,3 +66,25 @@ class Live(Watcher):
             f"{'  kept' if kept else ''}",
             soft_wrap=True,
         )
+
+
+@contextmanager
+def bars() -> Iterator[CollectProgress]:
+    """A progress bar per split, on stderr."""
+    columns = (
+        TextColumn("{task.description:>5}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("images"),
+        TimeRemainingColumn(),
+    )
+    console = show.console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal or not is_first_process()) as shown:
+        tasks: dict[str, Any] = {}
+
+        def progress(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = shown.add_task(name, total=total)
+            shown.update(tasks[name], completed=done)
+
+        yield progress

@@ -78,7 +78,8 @@ def ablation(
 ) -> RichTable:
     """Means over the budget range with the change against the first row, and the paper's change where it has one."""
     low, high = (amount(value, table.unit) for value in table.budget_range)
-    caption = f"\nTest set, mean over budgets from {low} to {high}; ± is the change against the first row."
+    budgets = f"mean over budgets from {low} to {high}" if table.budget_range[0] else f"one exit, at {high}"
+    caption = f"\nTest set, {budgets}; ± is the change against the first row."
     if published:
         caption += f"\nPaper: the change that the paper published for this architecture: {_OTHER}."
     longest = max(len(row.method) for row in table)

@@ -31,17 +31,17 @@ class Snapshots:
     def newest(self) -> Path | None:
         return next(iter(self.files()), None)
 
+    def words(self) -> str:
+        """Where to go on from after an error."""
+        last = self.newest()
+        return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+
     def save(self, epoch: int, batch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write one, then remove all but the newest two."""
         file = self.folder / f"{epoch:05d}-{batch:07d}.safetensors"
         tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         header = {"state": dict(state), "digest": _digest(tensors)}
-        try:
-            tensorfiles.write(file, tensors, FORMAT, VERSION, header)
-        except OSError as error:
-            last = self.newest()
-            kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-            raise InputError(f"{file} could not be written ({error.strerror or error}); {kept}") from None
+        tensorfiles.write(file, tensors, FORMAT, VERSION, header)
         for old in self.files()[_KEPT:]:
             old.unlink(missing_ok=True)
 

@@ -160,7 +160,7 @@ def _range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[floa
     found = budget_range or trace.budget_range
     if found is None:
         first, last = trace.costs.values[0], trace.costs.values[-1]
-        return (first, last)
+        return (first, last) if first < last else (0.0, last)  # with one exit, all budgets buy the same
     try:
         low, high = (float(value) for value in found)
     except (TypeError, ValueError):

@@ -23,16 +23,22 @@ from exitwise import processes
 from exitwise.checkpoint import load_checkpoint, save_checkpoint
 from exitwise.data.batches import Parts
 from exitwise.errors import InputError, SharedError
+from exitwise.files import remove_unfinished
 from exitwise.history import Epoch, History
 from exitwise.machine import Machine
 from exitwise.net import MultiExitNet
 from exitwise.recipes import Recipe, recipe_named
-from exitwise.seeds import seed_for
+from exitwise.seeds import generator_of, seed_for
 from exitwise.snapshots import Snapshots
 from exitwise.sources import Source, source_of
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing holds a run there
+    fcntl = None  # type: ignore[assignment]
 
 _WORTH_COMPILING = 5000  # batches: compiling takes one or two minutes, and saves about a quarter of the rest
 
@@ -99,6 +105,7 @@ def train(
     every batch into that many parts, one after the other, and steps once for all of them.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    generator_of(seed)  # refuses what is no seed
     folder = Path(out)
     snapshots = Snapshots(folder / "checkpoints")
     if not resume and snapshots.newest() is not None:
@@ -148,7 +155,7 @@ class Trainer:
             raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
         self._parts = fabric.world_size * accumulate
         if recipe.batch_size % self._parts:
-            raise InputError(
+            raise SharedError(
                 f"`batch_size` {recipe.batch_size} must be a multiple of {fabric.world_size} processes x "
                 f"{accumulate} parts, or they could not share a batch evenly"
             )
@@ -199,10 +206,17 @@ class Trainer:
 
     def run(self) -> History:
         """Train to the end, or until told to stop."""
+        try:
+            return self._run()
+        except OSError as error:  # a full disk, a data set that went away
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise InputError(f"{what}; {self.snapshots.words()}") from None
+
+    def _run(self) -> History:
         self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
-        with _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
-            if self.snapshots.newest() is None:
+        with _alone(self.folder), _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
+            if processes.of_first(self.snapshots.newest() is None):
                 self.save()
             while self.state.epoch < self.recipe.epochs:
                 self._train_epoch(asked)
@@ -280,11 +294,8 @@ class Trainer:
         shared = torch.stack([loss / processes.world(), torch.tensor(float(asked)), torch.tensor(float(due))])
         loss_, stop, save = processes.total(shared).tolist()
         if not isfinite(loss_):
-            last = self.snapshots.newest()
-            raise SharedError(
-                f"the loss became {loss_} in epoch {state.epoch + 1}, batch {state.batch + 1}; "
-                f"the last good checkpoint is {last}"
-            )
+            where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
+            raise SharedError(f"the loss became {loss_} in {where}; {self.snapshots.words()}")
         self._stepper.step()
         return loss_, stop > 0, save > 0
 
@@ -318,6 +329,23 @@ class Trainer:
 
     def _where(self) -> str:
         return f"after {self.state.epoch} epochs and {self.state.batch} batches"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a run against a second training of it; a process that dies lets go. What a killed one left is removed."""
+    if processes.rank() != 0 or fcntl is None:
+        yield
+        return
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    with (folder / "checkpoints" / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder} is being trained by another process") from None
+        for place in (folder, folder / "checkpoints"):
+            remove_unfinished(place)
+        yield
 
 
 @contextmanager

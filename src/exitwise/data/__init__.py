@@ -52,12 +52,6 @@ def _rooted(read: Callable[[Path, int], Loaded], name: str) -> Callable[[Path | 
     return checked
 
 
-_CALTECH256 = Archive(
-    "256_ObjectCategories.tar",
-    "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
-    "67b4f42ca05d46448c6bb8ecd2220f6d",
-)
-
 DATA_SETS: Mapping[str, DataSet] = {
     "cifar100": DataSet(
         read=_rooted(lambda root, _: cifar.load(cifar.CIFAR100, root), "cifar100"),
@@ -89,7 +83,7 @@ DATA_SETS: Mapping[str, DataSet] = {
         recipe="caltech256",
         val_size=2500,
         test_size=5000,
-        archives=(_CALTECH256,),
+        archives=(folders.CALTECH256,),
     ),
     "digits": DataSet(
         read=lambda root, size: (digits.load(), None), model="tiny-8", recipe="digits", val_size=297, test_size=500
@@ -127,9 +121,13 @@ def load(
     """
     known = data_set(name)
     place = None if root is None else Path(root)
-    if fetch:
+    try:
+        train, test = known.read(place, size)
+    except InputError:
+        if not fetch:
+            raise
         _fetch(name, known, place)
-    train, test = known.read(place, size)
+        train, test = known.read(place, size)
     if skip_unreadable:
         train = train.readable() if isinstance(train, folders.FileSet) else train
         test = test.readable() if isinstance(test, folders.FileSet) else test
@@ -142,8 +140,15 @@ def _fetch(name: str, known: DataSet, root: Path | None) -> None:
     if root is None:
         raise InputError(f"--download needs --root: where to put {name}")
     download(known.archives, root)
-    if known.archives == (_CALTECH256,) and not (root / "256_ObjectCategories").is_dir():
-        import tarfile
+    if known.archives == (folders.CALTECH256,) and not (root / "256_ObjectCategories").is_dir():
+        _extract(folders.CALTECH256.checked(root), "256_ObjectCategories")
 
-        with tarfile.open(_CALTECH256.checked(root)) as archive:
-            archive.extractall(root, filter="data")
+
+def _extract(file: Path, folder: str) -> None:
+    """A folder of an archive, beside it: whole or not at all."""
+    import tarfile
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix=f".{folder}.", dir=file.parent) as temporary, tarfile.open(file) as archive:
+        archive.extractall(temporary, filter="data")
+        (Path(temporary) / folder).rename(file.parent / folder)

@@ -1,11 +1,17 @@
 """Files of public data sets: where they come from, what they must be, and how to get them."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exitwise.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,14 @@ def download(archives: Sequence[Archive], root: Path) -> None:
             archive.checked(root)
             continue
         try:
-            pooch.retrieve(
-                archive.url,
-                f"md5:{archive.md5}",
-                fname=archive.name,
-                path=root,
-                downloader=pooch.HTTPDownloader(progressbar=_Bar(archive.name), timeout=30),
-            )
+            with _quiet(pooch.get_logger()), _shown(archive.name) as bar:
+                pooch.retrieve(
+                    archive.url,
+                    f"md5:{archive.md5}",
+                    fname=archive.name,
+                    path=root,
+                    downloader=pooch.HTTPDownloader(progressbar=bar, timeout=30),
+                )
         except requests.RequestException as error:
             reason = type(error).__name__
             raise InputError(
@@ -66,15 +73,45 @@ def download(archives: Sequence[Archive], root: Path) -> None:
             raise InputError(f"{archive.url} gave a file without the MD5 checksum {archive.md5}: try again") from None
 
 
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Without the lines that pooch logs to stderr by itself: the bar says as much, and our errors say more."""
+    # Not by its level: the logger is outside the tree of loggers, where a level that was asked for once is kept.
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextmanager
+def _shown(name: str) -> Iterator["_Bar | None"]:
+    """A bar for people, gone when the download ends, however it does; nothing where nobody watches."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar = _Bar(name, console)
+    try:
+        yield bar
+    finally:
+        bar.stop()
+
+
 class _Bar:
     """A progress bar with the methods that pooch calls."""
 
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
+    def __init__(self, name: str, console: "Console") -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn(name), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task(name, total=None)
         self._bar.start()
 
@@ -93,4 +130,7 @@ class _Bar:
         self._bar.reset(self._task, total=self.total or None)
 
     def close(self) -> None:
+        """Pooch closes it where all went well; `stop` comes in any case."""
+
+    def stop(self) -> None:
         self._bar.stop()

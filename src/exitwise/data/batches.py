@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from exitwise.data.images import Augmentation, Pictures
+from exitwise.data.images import Augmentation, ImageSet, Pictures
 from exitwise.errors import InputError
 from exitwise.seeds import generator_for
 
@@ -40,6 +40,8 @@ class Batches:
     numbers: range | None = None
 
     def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"`batch_size` must be at least 1, but is {self.batch_size}")
         if self.numbers is None:
             object.__setattr__(self, "numbers", range(-(-len(self.dataset) // self.batch_size)))
 
@@ -71,6 +73,8 @@ class Shuffled:
             raise InputError(
                 f"`batch_size` must be from 1 to the {len(self.dataset)} training images, but is {self.batch_size}"
             )
+        if self.augmentation.resized_crop and isinstance(self.dataset, ImageSet):
+            raise InputError("a recipe with resized crops is for picture files: choose one that pads and crops")
 
     def __len__(self) -> int:
         return len(self.dataset) // self.batch_size
@@ -151,7 +155,8 @@ def _loaded(items: _Items, workers: int) -> Iterator[Sequence[Tensor]]:
         for number in range(len(items)):
             yield items[number]
         return
-    for item in DataLoader(_Reporting(items), batch_size=None, num_workers=workers):
+    # A generator of its own, or it would draw from the global one, and dropout would depend on the workers.
+    for item in DataLoader(_Reporting(items), batch_size=None, num_workers=workers, generator=torch.Generator()):
         if isinstance(item, InputError):
             raise item
         yield item

@@ -93,7 +93,10 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def _sets(layout: Layout, place: str, read: Reader) -> tuple[ImageSet, ImageSet]:
-    classes = tuple(read(layout.names).decode().split())
+    try:
+        classes = tuple(read(layout.names).decode().split())
+    except UnicodeDecodeError:
+        raise InputError(f"{place}/{layout.names} must be a text, but is not") from None
     if len(classes) != layout.classes:
         raise InputError(f"{place}/{layout.names} must name {layout.classes} classes, but names {len(classes)}")
     train = np.concatenate([_records(layout, f"{place}/{name}", read(name)) for name in layout.train])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.data.archives import Archive, missing
 from exitwise.data.images import Augmentation, hashes
 from exitwise.errors import InputError
 
@@ -19,7 +20,13 @@ _log = logging.getLogger(__name__)
 
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+CALTECH256 = Archive(
+    "256_ObjectCategories.tar",
+    "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
+    "67b4f42ca05d46448c6bb8ecd2220f6d",
+)
 _MARGIN = 256 / 224  # the short side, before the centre of it is cut out
+_ELONGATED = 16  # times as long as wide: beyond, the centre is cut out first
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +64,7 @@ class FileSet:
 
     def fingerprints(self) -> Tensor:
         """A hash of each file's name and folder."""
-        return hashes(file.encode() for file in self.files)
+        return hashes(file.encode(errors="surrogateescape") for file in self.files)  # names may be any bytes
 
     def readable(self) -> Self:
         """Those that can be decoded, tried one by one; the others are logged by their paths."""
@@ -66,7 +73,10 @@ class FileSet:
         for problem in problems:
             if problem:
                 _log.warning("skipped: %s", problem)
-        return self[torch.tensor([place for place, problem in enumerate(problems) if problem is None])]
+        fine = [place for place, problem in enumerate(problems) if problem is None]
+        if not fine:
+            raise InputError(f"{self.root} has {len(self)} picture files, but none can be read: {problems[0]}")
+        return self[torch.tensor(fine)]
 
 
 def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileSet:
@@ -108,6 +118,8 @@ def imagenet(root: Path, size: int) -> tuple[FileSet, FileSet]:
 def caltech256(root: Path, size: int) -> FileSet:
     """ROOT or ROOT/256_ObjectCategories; folders such as 001.ak47 give the class names."""
     inside = root / "256_ObjectCategories"
+    if not root.is_dir() or ((root / CALTECH256.name).is_file() and not inside.is_dir()):
+        raise missing(root, [CALTECH256], f"256_ObjectCategories (extracted from {CALTECH256.name})")
     found = scan(inside if inside.is_dir() else root, size)
     return replace(found, classes=tuple(name.split(".", 1)[-1] for name in found.classes))
 
@@ -116,6 +128,8 @@ def own(path: Path, size: int) -> tuple[FileSet, FileSet | None]:
     """Class folders, or train/ and test/ (or val/) of them."""
     test = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if (path / "train").is_dir() and test is not None:
+        if test.name == "test" and (path / "val").is_dir():
+            _log.warning("%s: val/ is not used, validation pictures are held out from train/", path)
         train = scan(path / "train", size)
         return train, scan(test, size, train.classes)
     return scan(path, size), None
@@ -127,7 +141,7 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
 
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
+            image = _rgb(file)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for damage
         raise InputError(f"{path} cannot be read as a picture ({error}); --skip-unreadable leaves such out") from None
     if augmentation is None or draws is None:
@@ -146,14 +160,30 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     return np.asarray(image)
 
 
+def _rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
+    """Any kind of picture as RGB; transparency is left out."""
+    from PIL import Image
+
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")  # Pillow would cut at 255
+    if file.mode in ("I", "F"):
+        raise ValueError("pixels of 32 bits, of unknown range")
+    file.load()
+    file.info.pop("transparency", None)  # of a palette: Pillow warns that RGB has none
+    return file.convert("RGB")
+
+
 def _centre(image: "Image.Image", size: int) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
     """The short side to 256/224 of the size, then the centre."""
     from PIL import Image
 
     short = round(size * _MARGIN)
-    scale = short / min(image.width, image.height)
-    width, height = (max(short, int(side * scale)) for side in (image.width, image.height))
+    width, height = (short * side // min(image.size) for side in image.size)
     left, top = (round((side - size) / 2) for side in (width, height))
+    if max(width, height) > _ELONGATED * short:  # the same centre alone, up to rounding: all of it may take gigabytes
+        across, down = image.width / width, image.height / height
+        box = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
 
 

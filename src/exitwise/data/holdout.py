@@ -33,18 +33,19 @@ class Part:
     index: Tensor
     fingerprints: Tensor
 
-    def find(self, known: Tensor, name: str) -> Tensor:
-        """Their positions among pictures with the fingerprints `known`."""
-        if int(self.index.max()) < len(known) and torch.equal(known[self.index], self.fingerprints):
-            return self.index
-        position = {int(value): place for place, value in enumerate(known)}
-        missing = [value for value in self.fingerprints.tolist() if value not in position]
-        if missing:
+    def lies_in(self, known: Tensor) -> bool:
+        """Whether pictures with the fingerprints `known` have them at the same positions."""
+        return int(self.index.max()) < len(known) and torch.equal(known[self.index], self.fingerprints)
+
+    def take(self, places: dict[int, list[int]], samples: int, name: str) -> Tensor:
+        """Their positions by fingerprint, each taken out of `places`: a picture that is there twice has two."""
+        found = [place.pop(0) if (place := places.get(value)) else None for value in self.fingerprints.tolist()]
+        if missing := found.count(None):
             raise InputError(
-                f"{len(missing)} of the run's {len(self.index)} {name} images are not among these {len(known)} "
+                f"{missing} of the run's {len(self.index)} {name} images are not among these {samples} "
                 f"train images: this is not the data set that the run was made with"
             )
-        return torch.tensor([position[value] for value in self.fingerprints.tolist()])
+        return torch.tensor(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +71,25 @@ class HoldOut:
     def apply(self, train: P, test: P | None) -> Splits[P]:
         """The train pictures that stay, and the parts held out, each in its own order."""
         known = train.fingerprints()
-        val = self.val.find(known, "validation")
+        val, held = self._find(known)
         stays = torch.ones(len(train), dtype=torch.bool)
         stays[val] = False
-        if self.test is not None:
-            held = self.test.find(known, "test")
+        if held is not None:
             stays[held] = False
             test = train[held]
         if test is None:
             raise InputError("the run's split says nothing about test images, and the data set has none of its own")
         return Splits(train[stays.nonzero().squeeze(1)], train[val], test)
+
+    def _find(self, known: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Positions of both parts among pictures with the fingerprints `known`."""
+        if self.val.lies_in(known) and (self.test is None or self.test.lies_in(known)):
+            return self.val.index, None if self.test is None else self.test.index
+        places: dict[int, list[int]] = {}
+        for place, value in enumerate(known.tolist()):
+            places.setdefault(value, []).append(place)
+        val = self.val.take(places, len(known), "validation")
+        return val, None if self.test is None else self.test.take(places, len(known), "test")
 
     def save(self, path: Path) -> None:
         tensors = {"val.index": self.val.index, "val.fingerprint": self.val.fingerprints}
@@ -94,7 +104,11 @@ class HoldOut:
         val = _part(path, tensors, "val")
         if val is None:
             raise InputError(f"{path} must hold val.index and val.fingerprint")
-        return cls(val, _part(path, tensors, "test"))
+        test = _part(path, tensors, "test")
+        every = val.index if test is None else torch.cat([val.index, test.index])
+        if len(set(every.tolist())) < len(every):
+            raise InputError(f"{path} must hold out each image once, but names some twice")
+        return cls(val, test)
 
 
 def _part(path: Path, tensors: dict[str, Tensor], name: str) -> Part | None:

@@ -1,5 +1,6 @@
-"""The command `train`: a data set and a net in, a run with a trained net out."""
+"""The commands that run a net over pictures: train and collect."""
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from exitwise.first import is_first_process
 RunToResume = Annotated[
     Path | None, typer.Argument(metavar="[RUN]", help="The run to go on with, for --resume.", show_default=False)
 ]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Devices = Annotated[int | None, typer.Option(help="Processes on this machine, one per device; torchrun's, or 1.")]
 NumNodes = Annotated[int | None, typer.Option(help="Machines that run this same command; torchrun's, or 1.")]
@@ -58,7 +61,7 @@ def train(
     ] = None,
     checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint this often, besides every epoch's.")] = 10.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN from its newest checkpoint.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is already there.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Train a net on a data set, by the paper's recipe or your own, on one device or many.
@@ -66,15 +69,15 @@ def train(
     `exitwise train --data digits` makes a new run. Interrupted by anything, `exitwise train RUN --resume` goes on bit
     for bit. The net that is kept is that of the epoch with the best validation accuracy at the last exit.
     """
-    from exitwise import commands
+    from exitwise import commands, train_commands
     from exitwise.live import Live
     from exitwise.machine import Machine
     from exitwise.training import StoppedError
 
     logging.basicConfig(level=logging.WARNING if is_first_process() else logging.ERROR, format="exitwise: %(message)s")
-    order = commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile)
+    order = train_commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile)
     machine = Machine(accelerator, devices, num_nodes, precision, strategy)
-    means = commands.Means(machine, accumulate, workers, checkpoint_minutes)
+    means = train_commands.Means(machine, accumulate, workers, checkpoint_minutes)
     _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size)
     if workers < 0 or checkpoint_minutes < 0:
         raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
@@ -89,18 +92,71 @@ def train(
     try:
         with Live() as live:
             if resume:
-                history = commands.train_on(place, root, order, means, live)
+                history = train_commands.train_on(place, root, order, means, live)
             else:
                 source = commands.Source(
                     data or "", root, split_seed, val_size, test_size, image_size, skip_unreadable, download
                 )
-                history = commands.train_new(place, source, order, means, force, live)
+                history = train_commands.train_new(place, source, order, means, force, live)
     except StoppedError as stopped:
         if is_first_process():
             print(f"exitwise: stopped {stopped}; `exitwise train {place} --resume` goes on", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_first_process():
         _report(place, history, as_json)
+
+
+def collect(
+    run: RunArgument,
+    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    data: Annotated[str | None, typer.Option(help="The data set's name, for a new run.")] = None,
+    model: Annotated[str | None, typer.Option(help="The net's preset, for a new run.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The net's weights, ours or a public MSDNet's or torchvision's, for a new run.")
+    ] = None,
+    net: Net = None,
+    split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
+    val_size: Annotated[int | None, typer.Option(help="Number of validation images, for a new run.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
+    workers: Workers = 0,
+    accelerator: Accelerator = "auto",
+    devices: Devices = None,
+    num_nodes: NumNodes = None,
+    half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run the net once over every split and keep the trace: features of val and test, curvature of train.
+
+    An existing RUN knows its net, data set and split; what was made from its old trace goes with it.
+    A new RUN is made from --model, --checkpoint, --data and --root.
+    """
+    from exitwise import commands
+    from exitwise.live import bars
+    from exitwise.machine import Machine
+
+    if batch_size < 1:
+        raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
+    machine = Machine(accelerator, devices, num_nodes)
+    with bars() as progress:
+        if (run / "run.json").is_file():
+            given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
+            for option, value in given.items():
+                if value is not None:
+                    raise InputError(f"{run} already has its net and data set: {option} is for a new run")
+            trace = commands.collect_again(run, root, net, batch_size, workers, half, force, machine, progress)
+        else:
+            if data is None or model is None or checkpoint is None:
+                raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
+            source = commands.Source(data, root, split_seed, val_size)
+            trace = commands.collect_new(run, source, model, checkpoint, batch_size, half, progress)
+    if not is_first_process():
+        return None
+    if as_json:
+        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
+        return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
+    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}")
+    return None
 
 
 def _check_numbers(**values: int | None) -> None:
@@ -110,8 +166,8 @@ def _check_numbers(**values: int | None) -> None:
 
 
 def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
-    from exitwise.commands import same_data
     from exitwise.run import Run
+    from exitwise.train_commands import same_data
 
     place = run or out
     if place is None:
@@ -122,17 +178,20 @@ def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
 
 
 def _report(place: Path, history: Any, as_json: bool) -> None:
-    import json
-
     best = history.best
     if as_json:
-        from exitwise.results import plain
-
-        print(json.dumps(plain({"run": str(place), "best": best.epoch, **history.to_dict()}), allow_nan=False))
-        return
+        return print_json(run=str(place), best=best.epoch, **history.to_dict())
     exits = ", ".join(f"{100 * top1:.2f}" for top1 in best.val_top1)
     print(
         f"Trained for {len(history.epochs)} epochs; kept is epoch {best.epoch}, "
         f"with validation top-1 {exits} % by exit.\n"
         f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}"
     )
+    return None
+
+
+def print_json(**data: Any) -> None:
+    """One line for machines."""
+    from exitwise.results import plain
+
+    print(json.dumps(plain(data), allow_nan=False))

@@ -1,0 +1,176 @@
+"""What the command `train` does: makes a run and trains its net, or goes on with one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exitwise import data, models
+from exitwise.commands import FILE_SIZE, Source, absolute, built, net_of, pictures
+from exitwise.errors import InputError, SharedError
+from exitwise.files import write_json
+from exitwise.history import History
+from exitwise.machine import Machine
+from exitwise.processes import rank
+from exitwise.recipes import Recipe, recipe_named
+from exitwise.run import Run, creating, describe
+from exitwise.seeds import generator_of
+from exitwise.sources import source_of
+from exitwise.training import Trainer, Watcher, worth_compiling
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a training is asked to be; what is None is the data set's own, or the run's when it goes on."""
+
+    model: str | None = None
+    net: str | None = None
+    recipe: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int | None = None
+    compile: bool | None = None
+
+    def made(self, known: data.DataSet) -> Recipe:
+        recipe = recipe_named(self.recipe or known.recipe)
+        if self.epochs is not None:
+            recipe = recipe.scaled(self.epochs)
+        changes = {"batch_size": self.batch_size, "lr": self.lr}
+        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a training is done with; none of it changes the result but for floating-point order."""
+
+    machine: Machine
+    accumulate: int = 1
+    workers: int = 0
+    checkpoint_minutes: float = 10.0
+
+
+def train_new(directory: Path, source: Source, order: Order, means: Means, force: bool, watcher: Watcher) -> History:
+    """Make a run and train its net."""
+    known = data.data_set(source.name)
+    recipe = order.made(known)
+    seed = order.seed or 0
+    generator_of(seed)  # refuses what is no seed
+    preset = None if order.net else order.model or known.model
+    size = models.config(preset).input_shape[1] if preset else FILE_SIZE
+    fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
+    held, splits, about = source.load(size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = built(preset, order.net, splits.train.shape, len(splits.train.classes))
+    batches = len(splits.train) // recipe.batch_size
+    compiled = worth_compiling(batches * recipe.epochs) if order.compile is None else order.compile
+    training = {
+        "recipe": recipe.to_dict(),
+        "seed": seed,
+        "compile": compiled,
+        "precision": means.machine.precision,
+        "threads": torch.get_num_threads(),
+    }
+    trainer_source = source_of(splits.train, recipe, seed, means.workers)
+    fabric.launch()
+    trainer = Trainer(
+        net,
+        trainer_source,
+        data.Batches(splits.val, recipe.batch_size, means.workers),
+        recipe,
+        fabric,
+        directory,
+        seed,
+        means.accumulate,
+        compiled,
+    )
+    described = describe(net.spec or {"net": order.net}, about, training)
+    _first_alone(fabric, lambda: _make_run(directory, force, described, held))
+    return _run(trainer, means, watcher)
+
+
+def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
+    """Go on with the training of an existing run."""
+    run = Run(directory)
+    training = run.training()
+    recipe = Recipe.from_dict(training.get("recipe"))
+    _check_same(run, order, recipe, training)
+    fabric = means.machine.fabric()
+    net = net_of(run, order.net)
+    splits = pictures(run, root)
+    seed, compiled = int(training.get("seed", 0)), bool(training.get("compile"))
+    trainer_source = source_of(splits.train, recipe, seed, means.workers)
+    fabric.launch()
+    trainer = Trainer(
+        net,
+        trainer_source,
+        data.Batches(splits.val, recipe.batch_size, means.workers),
+        recipe,
+        fabric,
+        directory,
+        seed,
+        means.accumulate,
+        compiled,
+    )
+    trainer.restore(*trainer.snapshots.load())
+    return _run(trainer, means, watcher)
+
+
+def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
+    trainer.checkpoint_minutes = means.checkpoint_minutes
+    trainer.watcher = watcher if rank() == 0 else Watcher()
+    history = trainer.run()
+    if rank() == 0:
+        history.plot(trainer.folder / "history.png")
+    return history
+
+
+def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.HoldOut) -> None:
+    with creating(directory, force) as new:
+        write_json(new / "run.json", about)
+        held.save(new / "split.safetensors")
+
+
+def _first_alone(fabric: "Fabric", act: Any) -> None:
+    """Let the first process act; all of them fail if it does."""
+    problem = None
+    if fabric.is_global_zero:
+        try:
+            act()
+        except (InputError, OSError) as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem:
+        raise SharedError(problem)
+
+
+def same_data(run: Run, name: str) -> None:
+    """Refuse to go on with another data set than the run's."""
+    data.data_set(name)
+    if absolute(name) != run.about["data"]["name"]:
+        raise InputError(f"{run.directory} is trained on {run.about['data']['name']}, and cannot go on with {name}")
+
+
+def _check_same(run: Run, order: Order, recipe: Recipe, training: dict[str, Any]) -> None:
+    """Refuse to go on as something else than the run is."""
+    spec = run.about.get("model") or {}
+    has = {
+        "model": spec.get("preset"),
+        "epochs": recipe.epochs,
+        "batch_size": recipe.batch_size,
+        "lr": recipe.lr,
+        "seed": training.get("seed"),
+        "compile": training.get("compile"),
+    }
+    for name, value in has.items():
+        asked = getattr(order, name)
+        if asked is not None and asked != value:
+            option = name.replace("_", "-")
+            raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
+    if order.recipe is not None and recipe_named(order.recipe).scaled(recipe.epochs) != recipe:
+        raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")

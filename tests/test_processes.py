@@ -1,0 +1,80 @@
+"""Two real processes do what one does: the same weights, the same trace."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import exitwise as ew
+from exitwise.history import History
+from exitwise.snapshots import Snapshots
+
+DIGITS = ("--data", "digits", "--epochs", "2", "--accelerator", "cpu")
+TWO = ("--accelerator", "cpu", "--devices", "2")
+
+
+def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("MASTER_PORT", None)
+    words = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "exitwise", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training by one process in two halves, by two processes of ours, and by torchrun's."""
+    place = tmp_path_factory.mktemp("runs")
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2")
+    for done in (
+        command("train", *DIGITS, "--out", place / "one", "--accumulate", "2"),
+        command("train", *DIGITS, "--out", place / "two", "--devices", "2"),
+        command("train", *DIGITS, "--out", place / "torchrun", launcher=torchrun),
+    ):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Trained for 2 epochs") == 1  # one process speaks
+    return place
+
+
+@pytest.mark.parametrize("launched", ["two", "torchrun"])
+def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(runs: Path, launched: str) -> None:
+    one, two = (load_file(Snapshots(runs / name / "checkpoints").files()[0]) for name in ("one", launched))
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        if "running_" in key or "num_batches" in key:
+            continue  # statistics of BatchNorm are per process
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-6)
+    losses = [
+        [row.train_loss for row in History.load(runs / name / "history.csv").epochs] for name in ("one", launched)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_two_processes_collect_the_trace_of_one(runs: Path, tmp_path: Path) -> None:
+    traces = []
+    for options in ((), TWO):
+        done = command("collect", runs / "one", "--batch-size", "32", "--force", *options)
+        assert done.returncode == 0, done.stderr
+        traces.append(ew.Trace.load(runs / "one" / "trace.safetensors"))
+    one, two = traces
+    for name in ("val", "test"):
+        mine, theirs = getattr(one, name), getattr(two, name)
+        assert torch.equal(mine.labels, theirs.labels)
+        assert torch.equal(mine.index, theirs.index)  # every sample once, in order
+        assert all(torch.equal(a, b) for a, b in zip(mine.features, theirs.features, strict=True))
+    for a, b in zip(one.curvature, two.curvature, strict=True):
+        assert a.n == b.n == 1000
+        for x, y in ((a.A, b.A), (a.B, b.B)):
+            assert float((x - y).abs().max() / x.abs().max()) < 1e-10
+    assert one.costs == two.costs
+
+
+def test_more_processes_than_a_batch_has_parts_is_refused_by_one_line(tmp_path: Path) -> None:
+    done = command("train", *DIGITS, "--devices", "2", "--batch-size", "51", "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "`batch_size` 51 must be a multiple of 2 processes x 1 parts" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "run").exists()
