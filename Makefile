@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test lint types tests benchmark clean
+.PHONY: demo test lint types tests benchmark experiments clean
 
 demo: .venv/core.ready
 	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
@@ -20,9 +20,14 @@ types: .venv/dev.ready
 tests: .venv/dev.ready
 	$(BIN)/pytest
 
-# Alone on the machine: about ten minutes.
+# Alone on the machine: about twenty minutes.
 benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
+	$(BIN)/python benchmarks/training.py
+
+# Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
+experiments: .venv/dev.ready
+	nice -n 19 $(BIN)/python experiments/cifar100.py $(CIFAR100) runs/experiments
 
 .venv/core.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -373,7 +373,7 @@ def caltech_archive(names: tuple[str, ...] = ("001.ak47", "002.american-flag")) 
 def caltech(server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Archive:
     """A small Caltech-256 on the server."""
     archive = offered(*server, "256_ObjectCategories.tar", caltech_archive())
-    monkeypatch.setattr(data, "_CALTECH256", archive)
+    monkeypatch.setattr(data.folders, "CALTECH256", archive)
     monkeypatch.setitem(data.DATA_SETS, "caltech256", replace(data.DATA_SETS["caltech256"], archives=(archive,)))  # type: ignore[arg-type]
     return archive
 
@@ -410,7 +410,6 @@ def test_an_interrupted_extraction_is_not_taken_for_a_data_set(
     [
         (lambda root: data.load("imagenet", root, fetch=True), "imagenet cannot be downloaded from here"),
         (lambda root: data.load("imagenet", root), "had from image-net.org after registration"),
-        (lambda root: data.load("digits", root, fetch=True), "digits cannot be downloaded from here"),
         (lambda root: data.load(f"folder:{root}", fetch=True), "cannot be downloaded from here"),
         (lambda root: data.load("cifar100", fetch=True), "--download needs --root"),
         (lambda root: data.load("cifar100"), "say which by --root"),

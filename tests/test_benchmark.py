@@ -1,17 +1,22 @@
-"""A small version of the benchmark, so that the real one is known to work."""
+"""Small versions of the benchmarks, so that the real ones are known to work."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "method.py"
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def test_the_benchmark_runs_and_measures_everything(tmp_path: Path) -> None:
-    command = [sys.executable, BENCHMARK, "--small", "--out", tmp_path / "results" / "small.json"]
+def small(name: str, tmp_path: Path) -> Any:
+    command = [sys.executable, BENCHMARKS / name, "--small", "--out", tmp_path / "results" / "small.json"]
     subprocess.run(command, check=True, capture_output=True)
-    found = json.loads((tmp_path / "results" / "small.json").read_text())
+    return json.loads((tmp_path / "results" / "small.json").read_text())
+
+
+def test_the_methods_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("method.py", tmp_path)
     ratios = found["cifar"][0]["median ratios"]
     assert set(ratios) == {
         "search / forward pass over val",
@@ -22,3 +27,13 @@ def test_the_benchmark_runs_and_measures_everything(tmp_path: Path) -> None:
     # A factor of nine was measured between them: that the fast one is faster at all is safe to say on any machine.
     assert ratios["search / forward pass over val"] < ratios["plain search / forward pass over val"]
     assert found["imagenet"]["growth"] > 0
+
+
+def test_the_trainings_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("training.py", tmp_path)
+    speed = found["training, MSDNet-small, batches of 64"][0]["images per second"]
+    assert {"plain loop, pillow", "tensor transforms", "and channels last", "ours, eager"} <= set(speed)
+    # Measured at a hundred and more: that loading is far less than training is safe to say on any machine.
+    assert found["loader, CIFAR"][0]["training step / loading its batch"] > 5
+    assert found["loader, 224-pixel files"]["images per second"]["0 workers"] > 0
+    assert len(found["collect, peak megabytes"]) == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Command
 from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
@@ -25,7 +26,7 @@ def test_python_in_the_readme_runs(
     monkeypatch.chdir(tmp_path)
     names = {"train_loader": loader(64), "val_loader": loader(32), "test_loader": loader(32)}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out
@@ -33,6 +34,21 @@ def test_python_in_the_readme_runs(
     assert shown is not None
     assert f"top-1 {shown[1]}" in printed
     assert ew.Trace.load(tmp_path / "trace.safetensors").num_exits == 2
+    assert len((tmp_path / "my-run" / "history.csv").read_text().splitlines()) == 4
+
+
+def test_the_readmes_way_from_nothing_to_an_evaluated_net(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = README.split("<!-- digits -->")[1].split("\n\nThe same four commands")[0]
+    commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
+    assert [words[0] for words in commands] == ["train", "collect", "calibrate", "evaluate"]
+    for words in commands:
+        done = exitwise(*words)
+        assert done.status == 0, done.err
+    results = json.loads((tmp_path / "runs" / "digits" / "results.json").read_text())["evaluation"]["methods"]
+    assert results["MIE Laplace T_opt sigma_opt"]["evaluation"]["top1"] > 0.95
 
 
 def test_the_demo_in_the_readme_is_what_the_demo_prints() -> None:

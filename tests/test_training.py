@@ -24,7 +24,7 @@ from exitwise.history import Epoch, History
 from exitwise.recipes import RECIPES, Recipe
 from exitwise.snapshots import Snapshots
 from exitwise.sources import source_of
-from exitwise.training import Watcher
+from exitwise.training import Watcher, worth_compiling
 
 DIGITS = ("train", "--data", "digits", "--epochs", "3")
 
@@ -262,6 +262,29 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
     assert_same_training(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.skipif(not worth_compiling(10**6), reason="needs a C++ compiler, which torch.compile calls")
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Path) -> None:
+    x, y = torch.randn(64, 6), torch.randint(4, (64,))
+
+    def fit(out: Path, watcher: Watcher | None = None, resume: bool = False, compile: bool = True) -> None:
+        torch.manual_seed(2)
+        recipe = Recipe(epochs=2, batch_size=16)
+        dataset = TensorDataset(x, y)
+        options = {"watcher": watcher, "resume": resume, "compile": compile, "checkpoint_minutes": 0.0}
+        ew.train(vector_net(), dataset, [(x, y)], recipe=recipe, out=out, **options)  # type: ignore[arg-type]
+
+    fit(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "cut", StopAfter(3))
+    fit(tmp_path / "cut", resume=True)
+    assert_same_training(tmp_path / "cut", tmp_path / "whole")
+    fit(tmp_path / "plain", compile=False)
+    compiled, plain = last_state(tmp_path / "whole"), last_state(tmp_path / "plain")
+    for key, value in plain.items():
+        torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_newest_checkpoint_is_passed_over(
     whole: Path, run: Path, exitwise: Command, caplog: pytest.LogCaptureFixture, damage: str
@@ -340,6 +363,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Pa
         (["--data", "cifar10"], "is trained on digits, and cannot go on with cifar10"),
         (["--epochs", "9"], "is trained with --epochs 3, and cannot go on with 9"),
         (["--seed", "1"], "is trained with --seed 0, and cannot go on with 1"),
+        (["--precision", "bf16-mixed"], "is trained with --precision 32-true, and cannot go on with bf16-mixed"),
         (["--recipe", "cifar100"], "is trained by another recipe than 'cifar100'"),
         (["--net", "some:thing"], "has the net 'tiny-8': --net is for other nets"),
     ],
@@ -357,6 +381,17 @@ def test_resuming_what_is_done_changes_nothing(run: Path, exitwise: Command) -> 
     done = exitwise("train", run, "--resume", "--json")
     assert (done.status, len(done.json["epochs"])) == (0, 3)
     assert {name: size for name, (size, _) in contents(run).items() if "png" not in name} == before
+
+
+def test_half_precision_goes_on_as_such(tmp_path: Path, exitwise: Command) -> None:
+    finished, cut = tmp_path / "whole", tmp_path / "cut"
+    options = [*DIGITS, "--precision", "bf16-mixed", "--checkpoint-minutes", 0, "--out"]
+    assert exitwise(*options, finished).status == 0
+    assert exitwise(*options, cut).status == 0
+    newest = Snapshots(cut / "checkpoints").files()[0]
+    newest.unlink()  # the last epoch's validation is done again
+    assert exitwise("train", cut, "--resume").status == 0
+    assert_same_training(cut, finished)
 
 
 def test_a_checkpoint_of_another_net_is_refused(run: Path, tmp_path: Path, exitwise: Command) -> None:

@@ -12,7 +12,7 @@ from exitwise.errors import InputError
 from exitwise.first import is_first_process
 
 RunToResume = Annotated[
-    Path | None, typer.Argument(metavar="[RUN]", help="The run to go on with, for --resume.", show_default=False)
+    Path | None, typer.Argument(metavar="RUN", help="The run to go on with, for --resume.", show_default=False)
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
@@ -53,7 +53,7 @@ def train(
     accelerator: Accelerator = "auto",
     devices: Devices = None,
     num_nodes: NumNodes = None,
-    precision: Annotated[str, typer.Option(help="32-true, 16-mixed, bf16-mixed, bf16-true or 64-true.")] = "32-true",
+    precision: Annotated[str | None, typer.Option(help="32-true (if not given), 16-mixed or bf16-mixed.")] = None,
     strategy: Annotated[str, typer.Option(help="auto or ddp.")] = "auto",
     accumulate: Annotated[int, typer.Option(help="Parts of a batch, one after the other, for small memories.")] = 1,
     compile: Annotated[
@@ -75,8 +75,8 @@ def train(
     from exitwise.training import StoppedError
 
     logging.basicConfig(level=logging.WARNING if is_first_process() else logging.ERROR, format="exitwise: %(message)s")
-    order = train_commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile)
-    machine = Machine(accelerator, devices, num_nodes, precision, strategy)
+    order = train_commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
+    machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
     means = train_commands.Means(machine, accumulate, workers, checkpoint_minutes)
     _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size)
     if workers < 0 or checkpoint_minutes < 0:

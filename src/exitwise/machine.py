@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
-PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")  # weights stay in float32
 STRATEGIES = ("auto", "ddp")  # those under which every process holds the whole net, as our files do
 
 

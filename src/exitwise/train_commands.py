@@ -1,5 +1,6 @@
 """What the command `train` does: makes a run and trains its net, or goes on with one."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from exitwise.training import Trainer, Watcher, worth_compiling
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Order:
@@ -35,6 +38,7 @@ class Order:
     lr: float | None = None
     seed: int | None = None
     compile: bool | None = None
+    precision: str | None = None
 
     def made(self, known: data.DataSet) -> Recipe:
         recipe = recipe_named(self.recipe or known.recipe)
@@ -99,11 +103,17 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
     run = Run(directory)
     training = run.training()
     recipe = Recipe.from_dict(training.get("recipe"))
+    for name in ("seed", "compile", "precision", "threads"):
+        if name not in training:
+            raise InputError(f"{directory / 'run.json'} does not say the {name} of its training")
     _check_same(run, order, recipe, training)
-    fabric = means.machine.fabric()
+    if training.get("threads") != torch.get_num_threads():
+        now = torch.get_num_threads()
+        _log.warning("threads were %s and are %d now: the last bits may come out differently", training["threads"], now)
+    fabric = replace(means.machine, precision=training["precision"]).fabric()
     net = net_of(run, order.net)
     splits = pictures(run, root)
-    seed, compiled = int(training.get("seed", 0)), bool(training.get("compile"))
+    seed, compiled = int(training["seed"]), bool(training["compile"])
     trainer_source = source_of(splits.train, recipe, seed, means.workers)
     fabric.launch()
     trainer = Trainer(
@@ -166,6 +176,7 @@ def _check_same(run: Run, order: Order, recipe: Recipe, training: dict[str, Any]
         "lr": recipe.lr,
         "seed": training.get("seed"),
         "compile": training.get("compile"),
+        "precision": training.get("precision"),
     }
     for name, value in has.items():
         asked = getattr(order, name)
