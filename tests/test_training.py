@@ -503,6 +503,19 @@ def test_digits_from_nothing_to_an_evaluated_run(run: Path, exitwise: Command) -
     assert (len(trace.val), len(trace.test or ()), trace.curvature[0].n) == (297, 500, 1000)
 
 
+def test_a_trace_of_an_earlier_state_of_the_net_is_refused(run: Path, exitwise: Command) -> None:
+    assert exitwise("collect", run).status == 0
+    net = ew.load_net(run / "net.safetensors")
+    with torch.no_grad():
+        net.exits[-1].last.weight.mul_(2)
+    ew.save_checkpoint(net, run / "net.safetensors")  # as a training that goes on does
+    done = exitwise("calibrate", run)
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert f"run `exitwise collect {run} --force`" in done.err
+    assert exitwise("collect", run, "--force").status == 0
+    assert exitwise("calibrate", run).status == 0
+
+
 NET = """
 import exitwise as ew
 from torch import nn

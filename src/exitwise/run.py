@@ -12,6 +12,7 @@ import numpy
 import torch
 
 import exitwise
+from exitwise import tensorfiles
 from exitwise.calibration import Calibration
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
@@ -64,7 +65,16 @@ class Run:
     def trace(self) -> Trace:
         if not self.trace_file.is_file():
             raise InputError(f"{self.directory} has no trace yet: run `exitwise collect {self.directory}` first")
-        return Trace.load(self.trace_file)
+        trace = Trace.load(self.trace_file)
+        if self.net_file.is_file():
+            weights, _ = tensorfiles.read(self.net_file)
+            for k, head in enumerate(trace.heads):
+                if not torch.equal(head.weight, weights.get(f"heads.{k}.last.weight", torch.empty(0)).float()):
+                    raise InputError(
+                        f"{self.trace_file} was made from another state of the net than {self.net_file.name}: "
+                        f"run `exitwise collect {self.directory} --force`"
+                    )
+        return trace
 
     def calibration(self, method: Method) -> Calibration | None:
         """The saved calibration by this method, if there is one."""

@@ -190,7 +190,7 @@ class Trainer:
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """What `save` wrote, into this trainer, whole or not at all."""
-        self.state = State.from_dict(state)
+        found = State.from_dict(state)
         weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
         ours = self.net.state_dict()
         if {name: value.shape for name, value in ours.items()} != {n: v.shape for n, v in weights.items()}:
@@ -201,6 +201,7 @@ class Trainer:
                 momentum = torch.empty_like(parameter, requires_grad=False).copy_(tensors[f"momentum.{name}"])
                 self._optimizer.state[parameter]["momentum_buffer"] = momentum
         self.fabric.strategy.precision.load_state_dict(dict(state.get("precision") or {}))
+        self.state = found
 
     # -- the loop
 
