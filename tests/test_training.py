@@ -540,13 +540,22 @@ def test_a_net_of_ones_own_is_trained_resumed_and_collected_by_name(
     assert exitwise("evaluate", "run", "--budget", "90%").status == 0
 
 
-def test_baselines_are_trained_by_one_flag(tmp_path: Path, exitwise: Command) -> None:
+def test_baselines_are_trained_by_one_flag_and_shown_beside(run: Path, tmp_path: Path, exitwise: Command) -> None:
     folder = class_folder(tmp_path / "mine", {"a": 30, "b": 30}, size=16)
     done = exitwise(
         *("train", "--data", f"folder:{folder}", "--model", "cifar100-resnet8", "--image-size", 16, "--epochs", 1),
-        *("--batch-size", 16, "--out", tmp_path / "run", "--json"),
+        *("--batch-size", 16, "--out", tmp_path / "resnet", "--json"),
     )
     assert done.status == 0, done.err
     assert len(done.json["epochs"][0]["val_top1"]) == 1
-    assert exitwise("collect", tmp_path / "run").status == 0
-    assert exitwise("calibrate", tmp_path / "run").status == 0
+    for place in (run, tmp_path / "resnet"):
+        assert exitwise("collect", place).status == 0
+    assert exitwise("calibrate", tmp_path / "resnet").status == 0
+    done = exitwise("evaluate", run, "--budget", "50%", "--against", tmp_path / "resnet", "--json")
+    assert done.status == 0, done.err
+    cost = ew.Trace.load(tmp_path / "resnet" / "trace.safetensors").costs.values[0]
+    assert done.json["methods"]["cifar100-resnet8"]["evaluation"]["cost"] == cost
+    assert "cifar100-resnet8" in exitwise("evaluate", run, "--budget", "50%", "--against", tmp_path / "resnet").out
+    rows = exitwise("ablate", tmp_path / "resnet", "--json").json["ablation"]["rows"]
+    assert rows[0]["top1"] == done.json["methods"]["cifar100-resnet8"]["evaluation"]["top1"]
+    assert "one exit, at" in exitwise("ablate", tmp_path / "resnet").out
