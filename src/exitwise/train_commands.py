@@ -13,6 +13,7 @@ from exitwise.errors import InputError, SharedError
 from exitwise.files import write_json
 from exitwise.history import History
 from exitwise.machine import Machine
+from exitwise.net import MultiExitNet
 from exitwise.processes import rank
 from exitwise.recipes import Recipe, recipe_named
 from exitwise.run import Run, creating, describe
@@ -58,6 +59,30 @@ class Means:
     checkpoint_minutes: float = 10.0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What decides a training's result, as run.json keeps it."""
+
+    recipe: Recipe
+    seed: int
+    compile: bool
+    precision: str
+    threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def of(cls, run: Run) -> "Plan":
+        """The plan of a run, checked."""
+        kept = run.training()
+        kinds = {"seed": int, "compile": bool, "precision": str, "threads": int}
+        for name, kind in kinds.items():
+            if not isinstance(kept.get(name), kind):
+                raise InputError(f"{run.directory / 'run.json'} must say the {name} of its training")
+        return cls(Recipe.from_dict(kept.get("recipe")), **{name: kept[name] for name in kinds})
+
+
 def train_new(directory: Path, source: Source, order: Order, means: Means, force: bool, watcher: Watcher) -> History:
     """Make a run and train its net."""
     known = data.data_set(source.name)
@@ -71,29 +96,11 @@ def train_new(directory: Path, source: Source, order: Order, means: Means, force
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = built(preset, order.net, splits.train.shape, len(splits.train.classes))
-    batches = len(splits.train) // recipe.batch_size
-    compiled = worth_compiling(batches * recipe.epochs) if order.compile is None else order.compile
-    training = {
-        "recipe": recipe.to_dict(),
-        "seed": seed,
-        "compile": compiled,
-        "precision": means.machine.precision,
-        "threads": torch.get_num_threads(),
-    }
-    trainer_source = source_of(splits.train, recipe, seed, means.workers)
-    fabric.launch()
-    trainer = Trainer(
-        net,
-        trainer_source,
-        data.Batches(splits.val, recipe.batch_size, means.workers),
-        recipe,
-        fabric,
-        directory,
-        seed,
-        means.accumulate,
-        compiled,
-    )
-    described = describe(net.spec or {"net": order.net}, about, training)
+    batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
+    compiled = worth_compiling(batches) if order.compile is None else order.compile
+    plan = Plan(recipe, seed, compiled, means.machine.precision, torch.get_num_threads())
+    trainer = _trainer(net, splits, plan, means, fabric, directory)
+    described = describe(net.spec or {"net": order.net}, about, plan.to_dict())
     _first_alone(fabric, lambda: _make_run(directory, force, described, held))
     return _run(trainer, means, watcher)
 
@@ -101,34 +108,30 @@ def train_new(directory: Path, source: Source, order: Order, means: Means, force
 def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
     """Go on with the training of an existing run."""
     run = Run(directory)
-    training = run.training()
-    recipe = Recipe.from_dict(training.get("recipe"))
-    for name in ("seed", "compile", "precision", "threads"):
-        if name not in training:
-            raise InputError(f"{directory / 'run.json'} does not say the {name} of its training")
-    _check_same(run, order, recipe, training)
-    if training.get("threads") != torch.get_num_threads():
+    plan = Plan.of(run)
+    _check_same(run, order, plan)
+    if plan.threads != torch.get_num_threads():
         now = torch.get_num_threads()
-        _log.warning("threads were %s and are %d now: the last bits may come out differently", training["threads"], now)
-    fabric = replace(means.machine, precision=training["precision"]).fabric()
-    net = net_of(run, order.net)
-    splits = pictures(run, root)
-    seed, compiled = int(training["seed"]), bool(training["compile"])
-    trainer_source = source_of(splits.train, recipe, seed, means.workers)
-    fabric.launch()
-    trainer = Trainer(
-        net,
-        trainer_source,
-        data.Batches(splits.val, recipe.batch_size, means.workers),
-        recipe,
-        fabric,
-        directory,
-        seed,
-        means.accumulate,
-        compiled,
-    )
+        _log.warning("threads were %d and are %d now: the last bits may come out differently", plan.threads, now)
+    fabric = replace(means.machine, precision=plan.precision).fabric()
+    trainer = _trainer(net_of(run, order.net), pictures(run, root), plan, means, fabric, directory)
     trainer.restore(*trainer.snapshots.load())
     return _run(trainer, means, watcher)
+
+
+def _trainer(
+    net: MultiExitNet,
+    splits: data.Splits[data.Pictures],
+    plan: Plan,
+    means: Means,
+    fabric: "Fabric",
+    directory: Path,
+) -> Trainer:
+    """A trainer in every process; from here on there are several, where that was asked for."""
+    source = source_of(splits.train, plan.recipe, plan.seed, means.workers)
+    val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
+    fabric.launch()
+    return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, means.accumulate, plan.compile)
 
 
 def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
@@ -166,17 +169,17 @@ def same_data(run: Run, name: str) -> None:
         raise InputError(f"{run.directory} is trained on {run.about['data']['name']}, and cannot go on with {name}")
 
 
-def _check_same(run: Run, order: Order, recipe: Recipe, training: dict[str, Any]) -> None:
+def _check_same(run: Run, order: Order, plan: Plan) -> None:
     """Refuse to go on as something else than the run is."""
-    spec = run.about.get("model") or {}
+    recipe = plan.recipe
     has = {
-        "model": spec.get("preset"),
+        "model": (run.about.get("model") or {}).get("preset"),
         "epochs": recipe.epochs,
         "batch_size": recipe.batch_size,
         "lr": recipe.lr,
-        "seed": training.get("seed"),
-        "compile": training.get("compile"),
-        "precision": training.get("precision"),
+        "seed": plan.seed,
+        "compile": plan.compile,
+        "precision": plan.precision,
     }
     for name, value in has.items():
         asked = getattr(order, name)

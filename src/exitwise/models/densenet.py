@@ -4,12 +4,12 @@ Modules have torchvision's names, save for the exit's own; imagenet-densenet121 
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from exitwise.models.presets import look_up, overrides
+from exitwise.models.presets import built
 from exitwise.net import Head, MultiExitNet
 
 
@@ -92,11 +92,7 @@ def densenet(preset: str, num_classes: int | None = None, in_channels: int | Non
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     `macs` counts the paper's FLOPs, which leave out the ReLU and the pooling before the last layer: see `Neck`.
     """
-    config = look_up(preset, PRESETS)
-    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
-    net = build(replace(config, **changes))
-    net.spec = {"preset": preset, **changes}
-    return net
+    return built(preset, PRESETS, build, num_classes, in_channels)
 
 
 class DenseLayer(nn.Sequential):

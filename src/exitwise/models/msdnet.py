@@ -4,14 +4,14 @@ The state between layers is a list of feature maps, one per scale, finest first;
 Scales are dropped on the way, finest first, and the heads read the coarsest one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
 import torch
 from torch import Tensor, nn
 
-from exitwise.models.presets import look_up, overrides
+from exitwise.models.presets import built
 from exitwise.net import Head, MultiExitNet
 
 
@@ -133,11 +133,7 @@ def msdnet(preset: str, num_classes: int | None = None, in_channels: int | None 
 
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     """
-    config = look_up(preset, PRESETS)
-    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
-    net = build(replace(config, **changes))
-    net.spec = {"preset": preset, **changes}
-    return net
+    return built(preset, PRESETS, build, num_classes, in_channels)
 
 
 def _conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:

@@ -1,10 +1,12 @@
 """Presets are data: a name leads to a configuration, and a spec says in a file which preset a net was built from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
 from exitwise.errors import InputError
+from exitwise.net import MultiExitNet
 
 
 class Config(Protocol):
@@ -33,7 +35,22 @@ def look_up(preset: str, presets: Mapping[str, C]) -> C:
     return presets[preset]
 
 
-def overrides(config: Config, **values: int | None) -> dict[str, Any]:
+def built(
+    preset: str,
+    presets: Mapping[str, C],
+    build: Callable[[C], MultiExitNet],
+    num_classes: int | None,
+    in_channels: int | None,
+) -> MultiExitNet:
+    """The net of a preset, with what is given instead of the preset's own, and the spec that says so."""
+    config = look_up(preset, presets)
+    changes = _overrides(config, num_classes=num_classes, in_channels=in_channels)
+    net = build(replace(config, **changes))  # type: ignore[type-var]  # every configuration is a dataclass
+    net.spec = {"preset": preset, **changes}
+    return net
+
+
+def _overrides(config: Config, **values: int | None) -> dict[str, Any]:
     """Those of `num_classes` and `in_channels` that are given and differ from the preset's, checked."""
     for name, value in values.items():
         least = {"num_classes": 2, "in_channels": 1}[name]

@@ -5,11 +5,11 @@ torchvision's.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from exitwise.models.presets import look_up, overrides
+from exitwise.models.presets import built
 from exitwise.net import Head, MultiExitNet
 
 
@@ -89,11 +89,7 @@ def resnet(preset: str, num_classes: int | None = None, in_channels: int | None 
 
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     """
-    config = look_up(preset, PRESETS)
-    changes = overrides(config, num_classes=num_classes, in_channels=in_channels)
-    net = build(replace(config, **changes))
-    net.spec = {"preset": preset, **changes}
-    return net
+    return built(preset, PRESETS, build, num_classes, in_channels)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
