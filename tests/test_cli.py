@@ -297,6 +297,7 @@ def test_bad_settings_are_named(run: Path, exitwise: Command, arguments: list[st
 def test_a_calibration_of_another_net_is_refused(run: Path, exitwise: Command) -> None:
     exitwise("calibrate", run, "--method", "T_opt")
     change_trace(run, set_value("head.1.weight", 3.0))
+    (run / "net.safetensors").unlink()  # which would be compared with the trace first
     done = exitwise("evaluate", run, "--budget", "50%", "--method", "T_opt")
     assert done.status == 2
     assert "t_opt.safetensors is of another net" in done.err

@@ -329,6 +329,33 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tmp_path: 
     assert "the loss became nan" in line or "the loss became inf" in line
 
 
+class Breaking(nn.Module):
+    """Gives an infinite gradient at its third batch, with a finite loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.left = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= self.training
+        return x * (self.weight if self.left else (self.weight - 1).abs().sqrt() + 1)
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
+    net = ew.MultiExitNet([Breaking()], [ew.Head(nn.Identity(), nn.Linear(6, 4))])
+    with torch.no_grad():
+        net.exits[0].last.weight.zero_()  # no gradient reaches the weight before its time
+    recipe = Recipe(epochs=2, batch_size=16, lr=1e-30, momentum=0.0, weight_decay=0.0)
+    dataset = TensorDataset(torch.randn(64, 6), torch.randint(4, (64,)))
+    with pytest.raises(ew.InputError, match=r"stages.0.weight is not finite any more after epoch 1, batch 3") as error:
+        ew.train(net, dataset, [dataset[:16]], recipe=recipe, out=tmp_path, checkpoint_minutes=0.0)
+    newest = Snapshots(tmp_path / "checkpoints").newest()
+    assert str(error.value).endswith(f"the last good checkpoint is {newest}")
+    assert newest is not None
+    assert newest.name == "00000-0000002.safetensors"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1.2 MB, where this machine lets us make one."""

@@ -31,6 +31,7 @@ from exitwise.recipes import Recipe, recipe_named
 from exitwise.seeds import generator_of, seed_for
 from exitwise.snapshots import Snapshots
 from exitwise.sources import Source, source_of
+from exitwise.tensorfiles import finite
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -177,6 +178,10 @@ class Trainer:
 
     def save(self) -> None:
         """Weights, momentum and the place in the training. The first process writes, the others wait."""
+        broken = next((name for name, value in self.net.state_dict().items() if not finite(value)), None)
+        if broken:  # the next loss would be no number, and this checkpoint no good one
+            where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
+            raise SharedError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
         if processes.rank() == 0:
             tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
             for name, parameter in self.net.named_parameters():
