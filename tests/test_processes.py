@@ -1,12 +1,14 @@
 """Two real processes do what one does: the same weights, the same trace."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import exitwise as ew
@@ -45,7 +47,7 @@ def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(runs: 
     assert one.keys() == two.keys()
     for key, value in one.items():
         if "running_" in key or "num_batches" in key:
-            continue  # statistics of BatchNorm are per process
+            continue  # statistics of BatchNorm are per process: the first one's are kept
         torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-6)
     losses = [
         [row.train_loss for row in History.load(runs / name / "history.csv").epochs] for name in ("one", launched)
@@ -70,6 +72,42 @@ def test_two_processes_collect_the_trace_of_one(runs: Path, tmp_path: Path) -> N
         for x, y in ((a.A, b.A), (a.B, b.B)):
             assert float((x - y).abs().max() / x.abs().max()) < 1e-10
     assert one.costs == two.costs
+
+
+def test_all_processes_validate_the_net_that_is_kept(runs: Path) -> None:
+    """Every process has statistics of its own while it trains; what is measured must be the first one's, whole."""
+    done = command("collect", runs / "two", "--force")
+    assert done.returncode == 0, done.stderr
+    trace = ew.Trace.load(runs / "two" / "trace.safetensors")
+    top1 = [
+        float((head.logits(x).argmax(1) == trace.val.labels).double().mean())
+        for head, x in zip(trace.heads, trace.val.features, strict=True)
+    ]
+    assert History.load(runs / "two" / "history.csv").best.val_top1 == pytest.approx(top1, abs=1e-5)
+
+
+def test_one_process_goes_on_with_the_training_of_two(runs: Path, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    shutil.copytree(runs / "two", place)
+    Snapshots(place / "checkpoints").files()[0].unlink()  # before the last validation
+    done = command("train", place, "--resume", "--accelerator", "cpu")
+    assert done.returncode == 0, done.stderr
+    one, two = (load_file(Snapshots(run / "checkpoints").files()[0]) for run in (place, runs / "two"))
+    assert all(torch.equal(one[key], two[key]) for key in two)
+
+
+def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        for k in range(30):
+            Image.effect_noise((16, 16), 60).save(tmp_path / "mine" / name / f"{k}.png")
+    (tmp_path / "mine" / "b" / "broken.png").write_bytes(b"nothing")
+    options = ("--model", "tiny-16", "--epochs", 3, "--batch-size", 42, "--val-size", 9, "--test-size", 10)
+    done = command("train", "--data", f"folder:{tmp_path}/mine", *options, *TWO, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "broken.png cannot be read as a picture" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
 
 
 def test_more_processes_than_a_batch_has_parts_is_refused_by_one_line(tmp_path: Path) -> None:

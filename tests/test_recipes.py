@@ -20,12 +20,13 @@ def test_the_papers_numbers(name: str, epochs: int, batch_size: int, milestones:
     assert recipe.augmentation.resized_crop == (name != "cifar100")
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 7, 30, 300])
+@pytest.mark.parametrize("epochs", [1, 2, 7, 30, 42, 84, 300])
 def test_milestones_move_with_the_epochs(epochs: int) -> None:
     scaled = RECIPES["cifar100"].scaled(epochs)
     assert scaled.epochs == epochs
-    assert all(-1e-9 <= place - share * epochs < 1 for place, share in zip(scaled.milestones, (0.5, 0.75), strict=True))
+    assert all(0 <= place - share * epochs < 1 for place, share in zip(scaled.milestones, (0.5, 0.75), strict=True))
     assert RECIPES["cifar100"].scaled(30).milestones == (15, 23)
+    assert RECIPES["cifar100"].scaled(42).milestones == (21, 32)
 
 
 def scheduled(recipe: Recipe, scheduler: type, **settings: object) -> list[float]:

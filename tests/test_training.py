@@ -162,6 +162,53 @@ def vector_net(dropout: float = 0.0) -> ew.MultiExitNet:
     return ew.MultiExitNet(stages, [ew.Head(nn.Identity(), nn.Linear(16, 4)) for _ in stages])
 
 
+def test_tied_weights_are_saved(tmp_path: Path) -> None:
+    net = vector_net()
+    net.exits[1].last = net.exits[0].last
+    x, y = torch.randn(32, 6), torch.randint(4, (32,))
+    ew.train(net, TensorDataset(x, y), TensorDataset(x, y), recipe=Recipe(epochs=1, batch_size=16), out=tmp_path)
+    saved = load_file(tmp_path / "net.safetensors")
+    assert torch.equal(saved["heads.0.last.weight"], saved["heads.1.last.weight"])
+
+
+def test_a_net_comes_back_in_the_mode_it_came_in(tmp_path: Path) -> None:
+    net = vector_net().train()
+    net.stages[0].eval()
+    x, y = torch.randn(32, 6), torch.randint(4, (32,))
+    ew.train(net, TensorDataset(x, y), [(x, y)], recipe=Recipe(epochs=1, batch_size=16), out=tmp_path)
+    assert (net.training, net.stages[0].training, net.stages[1].training) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "message"),
+    [
+        ((torch.randn(32, 6), torch.full((32,), 4)), None, "`train` must have labels 0 to 3, but has some from 4 to 4"),
+        (None, (torch.randn(32, 6), torch.full((32,), -1)), "`val` must have labels 0 to 3, but has some from -1 to"),
+        ((torch.randn(32, 5), torch.zeros(32).long()), None, "the net cannot be trained on images of shape (5,): mat1"),
+        ((torch.randn(8, 6), torch.zeros(8).long()), None, "`batch_size` must be at most the 8 samples, but is 16"),
+    ],
+)
+def test_data_that_do_not_fit_the_net_are_refused(
+    tmp_path: Path, train: tuple[Tensor, Tensor] | None, val: tuple[Tensor, Tensor] | None, message: str
+) -> None:
+    good = torch.randn(32, 6), torch.zeros(32).long()
+    recipe = Recipe(epochs=1, batch_size=16)
+    with pytest.raises(ew.InputError) as error:
+        ew.train(
+            vector_net(), TensorDataset(*(train or good)), TensorDataset(*(val or good)), recipe=recipe, out=tmp_path
+        )
+    assert message in str(error.value)
+
+
+def test_another_recipe_cannot_take_over(tmp_path: Path) -> None:
+    dataset = TensorDataset(torch.randn(32, 6), torch.zeros(32).long())
+    ew.train(vector_net(), dataset, dataset, recipe=Recipe(epochs=1, batch_size=16), out=tmp_path)
+    for change, message in (({"recipe": Recipe(epochs=2, batch_size=16)}, "recipe"), ({"seed": 1}, "seed")):
+        options: dict[str, object] = {"recipe": Recipe(epochs=1, batch_size=16), **change}
+        with pytest.raises(ew.InputError, match=f"of a training with another {message}"):
+            ew.train(vector_net(), dataset, dataset, out=tmp_path, resume=True, **options)  # type: ignore[arg-type]
+
+
 def test_parts_of_a_batch_make_the_step_of_the_whole(tmp_path: Path) -> None:
     x, y = torch.randn(48, 6), torch.randint(4, (48,))
     states = []
@@ -241,7 +288,7 @@ class StopAfter(Watcher):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["dataset", "loader"])
+@pytest.mark.parametrize("kind", ["dataset", "loader", "generator"])
 @pytest.mark.parametrize("batches", [1, 4, 7, 11])
 def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batches: int) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
@@ -250,7 +297,8 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
         torch.manual_seed(2)
         net = vector_net(dropout=0.5)
         dataset = TensorDataset(x, y)
-        train = dataset if kind == "dataset" else DataLoader(dataset, batch_size=16, shuffle=True)
+        own = torch.Generator() if kind == "generator" else None
+        train = dataset if kind == "dataset" else DataLoader(dataset, batch_size=16, shuffle=True, generator=own)
         recipe = Recipe(epochs=3, batch_size=16, warmup=1)
         torch.manual_seed(random.randrange(10**6))  # what else the process draws must not matter
         ew.train(net, train, [(x, y)], recipe=recipe, out=out, watcher=watcher, resume=resume, checkpoint_minutes=0.0)
@@ -403,6 +451,69 @@ def test_resuming_as_something_else_is_refused(run: Path, exitwise: Command, opt
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(
+    "option", [["--split-seed", "5"], ["--val-size", "17"], ["--image-size", "9"], ["--force"], ["--out", "elsewhere"]]
+)
+def test_options_of_a_new_run_are_refused_when_one_goes_on(run: Path, exitwise: Command, option: list[str]) -> None:
+    before = contents(run)
+    done = exitwise("train", run, "--resume", *option)
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert f"{option[0]} is for a new run" in done.err
+    assert contents(run) == before
+
+
+def test_the_options_that_a_run_was_made_with_may_be_repeated(tmp_path: Path, exitwise: Command) -> None:
+    options = ["--data", "digits", "--recipe", "digits", "--lr", "0.05", "--epochs", "1"]
+    assert exitwise("train", *options, "--out", tmp_path / "run").status == 0
+    assert exitwise("train", tmp_path / "run", "--resume", *options).status == 0
+
+
+def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command) -> None:
+    """BatchNorm sees the parts, so a run that goes on must keep them, whether it is told to or not."""
+    finished, cut = tmp_path / "whole", tmp_path / "cut"
+    for place in (finished, cut):
+        assert exitwise(*DIGITS, "--accumulate", "2", "--checkpoint-minutes", 0, "--out", place).status == 0
+    newest, before = Snapshots(cut / "checkpoints").files()
+    newest.unlink()
+    assert before.stem == "00002-0000020"
+    refused = exitwise("train", cut, "--resume", "--accumulate", "5")
+    assert "is trained in 2 parts per batch, which 1 processes x 5 parts do not make" in refused.err
+    assert exitwise("train", cut, "--resume").status == 0
+    assert_same_training(cut, finished)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(whole: Path, run: Path, exitwise: Command) -> None:
+    for left in (*Snapshots(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
+        left.unlink()
+    assert exitwise("train", run, "--resume").status == 0
+    assert_same_training(run, whole)
+
+
+def test_a_lost_best_net_is_said(run: Path, exitwise: Command) -> None:
+    (run / "net.safetensors").unlink()
+    done = exitwise("train", run, "--resume")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "net.safetensors is gone, and with it the best net so far" in done.err
+
+
+@pytest.mark.parametrize("change", ["class", "picture"])
+def test_pictures_that_changed_meanwhile_are_noticed(
+    tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    folder = class_folder(tmp_path / "mine", {"a": 30, "b": 30})
+    options = ["--model", "tiny-16", "--epochs", 1, "--batch-size", 20, "--out", tmp_path / "run"]
+    assert exitwise("train", "--data", f"folder:{folder}", *options).status == 0
+    monkeypatch.chdir(tmp_path)  # a run finds its pictures from anywhere
+    assert exitwise("train", "run", "--resume").status == 0
+    class_folder(tmp_path / "more", {"c": 2})
+    (tmp_path / "more" / "c" / "0.png").rename(folder / "b" / "zero.png")
+    if change == "class":
+        (tmp_path / "more" / "c").rename(folder / "c")
+    done = exitwise("train", "run", "--resume")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert ("but its data now have 3" if change == "class" else "have changed since it began") in done.err
+
+
 def test_resuming_what_is_done_changes_nothing(run: Path, exitwise: Command) -> None:
     before = {name: size for name, (size, _) in contents(run).items() if "png" not in name}
     done = exitwise("train", run, "--resume", "--json")
@@ -461,6 +572,9 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--val-size", "1797"], "must take some of 1797 train images"),
         (["--data", "digits", "--devices", "1000"], "of this machine, but is 1000"),
         (["--data", "digits", "--devices", "0"], "`devices` must be at least 1"),
+        (["--data", "digits", "--num-nodes", "2"], "set MASTER_ADDR, MASTER_PORT and NODE_RANK on each"),
+        (["--data", "caltech256", "--root", "nothing"], "put 256_ObjectCategories.tar there, from https://data.calt"),
+        (["--data", "digits", "--out", "one/a/0.png/x"], "one/a/0.png/x cannot be made"),
         (["--data", "digits", "--accelerator", "tpu"], "`accelerator` must be one of auto, cpu, cuda, mps"),
         (["--data", "digits", "--precision", "8"], "`precision` must be one of"),
         (["--data", "digits", "--strategy", "fsdp"], "`strategy` must be one of auto, ddp"),

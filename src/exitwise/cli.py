@@ -56,7 +56,7 @@ def main() -> None:
     except OSError as error:
         _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
     except RuntimeError as error:
-        if type(error).__module__ != "torch.distributed":
+        if not any(word in str(error) for word in ("onnection closed", "onnection reset", "gloo", "NCCL")):
             raise
         _fail("another process ended: see its message", said=not is_first_process())
     except (KeyboardInterrupt, typer.Abort):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's; all processes together.")] = None,
     lr: Annotated[float | None, typer.Option(help="First learning rate, instead of the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, data order and augmentation; 0.")] = None,
-    split_seed: Annotated[int, typer.Option(help="Chooses the pictures held out.")] = 0,
+    split_seed: Annotated[int | None, typer.Option(help="Chooses the pictures held out; 0.")] = None,
     val_size: Annotated[int | None, typer.Option(help="Number of validation pictures; the data set's own.")] = None,
     test_size: Annotated[int | None, typer.Option(help="The same for data without a test set.")] = None,
     image_size: Annotated[int | None, typer.Option(help="Of pictures from files; the net's own.")] = None,
@@ -55,7 +56,9 @@ def train(
     num_nodes: NumNodes = None,
     precision: Annotated[str | None, typer.Option(help="32-true (if not given), 16-mixed or bf16-mixed.")] = None,
     strategy: Annotated[str, typer.Option(help="auto or ddp.")] = "auto",
-    accumulate: Annotated[int, typer.Option(help="Parts of a batch, one after the other, for small memories.")] = 1,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Parts of a batch that a process takes one after the other.")
+    ] = None,
     compile: Annotated[
         bool | None, typer.Option(help="By torch.compile; where the training is long enough to pay.")
     ] = None,
@@ -78,10 +81,15 @@ def train(
     order = train_commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
     machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
     means = train_commands.Means(machine, accumulate, workers, checkpoint_minutes)
-    _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size)
+    _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
     if workers < 0 or checkpoint_minutes < 0:
         raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
     if resume:
+        fixed = {"split-seed": split_seed, "val-size": val_size, "test-size": test_size, "image-size": image_size}
+        fixed |= {"download": download or None, "skip-unreadable": skip_unreadable or None, "force": force or None}
+        for name, value in fixed.items():
+            if value is not None:
+                raise InputError(f"--{name} is for a new run: one that goes on has its data already")
         place = _resumed(run, out, data)
     elif run is not None:
         raise InputError(f"{run}: --resume goes on with a run; a new one is named by --out")
@@ -94,13 +102,15 @@ def train(
             if resume:
                 history = train_commands.train_on(place, root, order, means, live)
             else:
-                source = commands.Source(
-                    data or "", root, split_seed, val_size, test_size, image_size, skip_unreadable, download
+                source = commands.DataChoice(
+                    data or "", root, split_seed or 0, val_size, test_size, image_size, skip_unreadable, download
                 )
                 history = train_commands.train_new(place, source, order, means, force, live)
     except StoppedError as stopped:
         if is_first_process():
-            print(f"exitwise: stopped {stopped}; `exitwise train {place} --resume` goes on", file=sys.stderr)
+            many = f" --devices {devices}" if devices else ""
+            again = f"exitwise train {shlex.quote(str(place))} --resume{many}"
+            print(f"exitwise: stopped {stopped}; `{again}` goes on", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_first_process():
         _report(place, history, as_json)
@@ -137,19 +147,19 @@ def collect(
 
     if batch_size < 1:
         raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
-    machine = Machine(accelerator, devices, num_nodes)
     with bars() as progress:
+        by = commands.Pass(Machine(accelerator, devices, num_nodes), batch_size, workers, half, progress)
         if (run / "run.json").is_file():
             given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
             for option, value in given.items():
                 if value is not None:
                     raise InputError(f"{run} already has its net and data set: {option} is for a new run")
-            trace = commands.collect_again(run, root, net, batch_size, workers, half, force, machine, progress)
+            trace = commands.collect_again(run, root, net, force, by)
         else:
-            if data is None or model is None or checkpoint is None:
+            if data is None or checkpoint is None or (model is None) == (net is None):
                 raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
-            source = commands.Source(data, root, split_seed, val_size)
-            trace = commands.collect_new(run, source, model, checkpoint, batch_size, half, progress)
+            source = commands.DataChoice(data, root, split_seed, val_size)
+            trace = commands.collect_new(run, source, model, net, checkpoint, by)
     if not is_first_process():
         return None
     if as_json:
@@ -169,6 +179,8 @@ def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
     from exitwise.run import Run
     from exitwise.train_commands import same_data
 
+    if run is not None and out is not None and run != out:
+        raise InputError(f"--out is for a new run: {run} goes on where it is")
     place = run or out
     if place is None:
         raise InputError("--resume needs the run to go on with: exitwise train RUN --resume")

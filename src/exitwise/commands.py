@@ -1,11 +1,12 @@
 """What commands do besides calling one function of the library."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +25,6 @@ from exitwise.processes import rank
 from exitwise.run import Run, creating, describe
 from exitwise.trace import Trace
 from exitwise.tune import Tuner
-
-if TYPE_CHECKING:
-    from lightning_fabric import Fabric
 
 FILE_SIZE = 224  # of pictures from files, for nets that do not say
 
@@ -66,7 +64,7 @@ def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Ev
 
 
 @dataclass(frozen=True)
-class Source:
+class DataChoice:
     """Where a run's pictures come from; what is None is the data set's own."""
 
     name: str
@@ -118,7 +116,7 @@ def pictures(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
     return data.HoldOut.load(run.split_file).apply(train, test)
 
 
-def built(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:
+def new_net(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:
     """An untrained net for pictures of a shape, by its preset's name or by the user's own function."""
     if function is None:
         net = models.build(str(preset), num_classes=classes, in_channels=shape[0])
@@ -162,34 +160,41 @@ def net_of(run: Run, function: str | None) -> MultiExitNet:
     return own_net(function)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """How a net is run over pictures."""
+
+    machine: Machine
+    batch_size: int
+    workers: int
+    half: bool  # whether features are kept as float16
+    progress: Progress
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.half else torch.float32
+
+
 def collect_new(
-    directory: Path, source: Source, preset: str, weights: Path, batch_size: int, half: bool, progress: Progress
+    directory: Path, source: DataChoice, preset: str | None, function: str | None, weights: Path, by: Pass
 ) -> Trace:
     """Make a run from a checkpoint and a data set, and collect its trace."""
-    size = models.config(preset).input_shape[1]  # a mistyped name is said before the data are read
+    size = models.config(preset).input_shape[1] if preset else FILE_SIZE  # a mistyped name is said before data are read
     held, splits, about = source.load(size)
-    net = models.build(preset, num_classes=len(splits.train.classes), in_channels=splits.train.shape[0])
+    net = new_net(preset, function, splits.train.shape, len(splits.train.classes))
     checkpoint.load_checkpoint(net, weights)
-    with creating(directory) as new:
-        write_json(new / "run.json", describe(net.spec or {}, about))
-        checkpoint.save_checkpoint(net, new / "net.safetensors")
-        held.save(new / "split.safetensors")
-        trace = _collect(net, splits, batch_size, 0, progress)
-        trace.save(new / "trace.safetensors", dtype=torch.float16 if half else torch.float32)
+    _launch(by.machine, net)
+    with creating(directory) if rank() == 0 else nullcontext() as new:
+        trace = _collect(net, splits, by)
+        if new:
+            write_json(new / "run.json", describe(net.spec or {"net": function}, about))
+            checkpoint.save_checkpoint(net, new / "net.safetensors")
+            held.save(new / "split.safetensors")
+            trace.save(new / "trace.safetensors", dtype=by.dtype)
     return trace
 
 
-def collect_again(
-    directory: Path,
-    root: Path | None,
-    function: str | None,
-    batch_size: int,
-    workers: int,
-    half: bool,
-    force: bool,
-    machine: Machine,
-    progress: Progress,
-) -> Trace:
+def collect_again(directory: Path, root: Path | None, function: str | None, force: bool, by: Pass) -> Trace:
     """Collect the trace of an existing run from its own net, data set and split."""
     run = Run(directory)
     if run.trace_file.exists() and not force:
@@ -198,28 +203,25 @@ def collect_again(
         raise InputError(f"{directory} has no net yet: `exitwise train {directory} --resume` goes on with its training")
     net = checkpoint.load_checkpoint(net_of(run, function), run.net_file)
     splits = pictures(run, root)
-    fabric = _launched(machine)
-    if fabric:
-        net.to(fabric.device)
-    trace = _collect(net, splits, batch_size, workers, progress)
+    _launch(by.machine, net)
+    trace = _collect(net, splits, by)
     if rank() == 0:
-        trace.save(run.trace_file, dtype=torch.float16 if half else torch.float32)
+        trace.save(run.trace_file, dtype=by.dtype)
         run.forget()
     return trace
 
 
-def _launched(machine: Machine) -> "Fabric | None":
-    """Fabric with its processes started; a plain CPU does without."""
+def _launch(machine: Machine, net: MultiExitNet) -> None:
+    """Start the processes and put the net on its device; one process on a CPU does without Fabric."""
     plain = machine == Machine(accelerator=machine.accelerator)
     if plain and (machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())):
-        return None
+        return
     fabric = machine.fabric()
     fabric.launch()
-    return fabric
+    net.to(fabric.device)
 
 
-def _collect(
-    net: MultiExitNet, splits: data.Splits[data.Pictures], batch_size: int, workers: int, progress: Progress
-) -> Trace:
-    loaders = [data.Batches(part, batch_size, workers) for part in (splits.train, splits.val, splits.test)]
-    return collect(net, *loaders, classes=splits.train.classes, progress=progress)
+def _collect(net: MultiExitNet, splits: data.Splits[data.Pictures], by: Pass) -> Trace:
+    parts = (splits.train, splits.val, splits.test)
+    loaders = [data.Batches(part, by.batch_size, by.workers) for part in parts]
+    return collect(net, *loaders, classes=splits.train.classes, progress=by.progress)

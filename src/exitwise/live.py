@@ -20,13 +20,14 @@ class Live(Watcher):
 
     def __init__(self) -> None:
         console = show.console(stderr=True)
+        shown = console.is_terminal and is_first_process()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._bars = Progress(*columns, console=console, disable=not shown, transient=True)
         self._task: TaskID | None = None
         self._epochs = self._batches = 0
 

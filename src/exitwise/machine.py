@@ -50,6 +50,11 @@ class Machine:
             kind = "CPU cores" if accelerator == "cpu" else f"{accelerator} devices"
             raise InputError(f"`devices` must be at most the {there} {kind} of this machine, but is {devices}")
         nodes = self.num_nodes or max(1, (_from_torchrun("WORLD_SIZE") or 1) // devices)
+        if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR"} & set(os.environ):
+            raise InputError(
+                f"`num_nodes` {nodes} needs to know the other nodes: "
+                f"set MASTER_ADDR, MASTER_PORT and NODE_RANK on each, or start it by torchrun or Slurm"
+            )
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # its banners are not ours
         arguments: dict[str, Any] = {
             "accelerator": accelerator,

@@ -1,6 +1,6 @@
 """One process of several: who it is, its share of the batches, and sums over all. Alone, all of it does nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice, zip_longest
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from exitwise.data.batches import Batches
+from exitwise.errors import InputError, SharedError
 
 T = TypeVar("T")
 
@@ -73,10 +74,30 @@ def of_first(value: T) -> T:
     return shared[0]
 
 
-def barrier() -> None:
-    """Wait for the others."""
+def by_first(act: Callable[[], T]) -> T:
+    """What an act of the first process gives, in all of them; an error of it is everybody's."""
+    if world() == 1:
+        return act()
+    value: T | None = None
+    problem: str | None = None
+    if rank() == 0:
+        try:
+            value = act()
+        except (InputError, OSError) as error:
+            problem = str(error)
+    value, problem = of_first((value, problem))
+    if problem is not None:
+        raise SharedError(problem)
+    return value  # type: ignore[return-value]
+
+
+def copy_first(tensors: Iterable[Tensor]) -> None:
+    """Overwrite every process's tensors by the first one's."""
     if world() > 1:
-        dist.barrier()
+        for tensor in tensors:
+            shared = tensor.detach().to(_device(), copy=True)
+            dist.broadcast(shared, 0)
+            tensor.detach().copy_(shared)
 
 
 def _device() -> torch.device:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from math import ceil, cos, isfinite, pi
+from math import cos, isfinite, pi
 from typing import Any
 
 from exitwise.data.images import Augmentation
@@ -43,9 +43,8 @@ class Recipe:
         """The same in another number of epochs: milestones and warm-up keep their places, up to whole epochs."""
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise InputError(f"`epochs` must be a whole number of at least 1, but got {epochs!r}")
-        factor = epochs / self.epochs
-        milestones = tuple(ceil(milestone * factor) for milestone in self.milestones)
-        return replace(self, epochs=epochs, milestones=milestones, warmup=int(self.warmup * factor))
+        milestones = tuple(-(-milestone * epochs // self.epochs) for milestone in self.milestones)
+        return replace(self, epochs=epochs, milestones=milestones, warmup=self.warmup * epochs // self.epochs)
 
     def lr_at(self, epoch: int, done: float = 0.0) -> float:
         """The learning rate in an epoch (from 0) of which the share `done` has passed."""

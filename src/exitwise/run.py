@@ -34,6 +34,10 @@ class Run:
         if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
             found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
             raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
+        if not isinstance(self.about.get("model"), dict):
+            raise InputError(
+                f"{self.directory / 'run.json'} must describe its model, but says {self.about.get('model')!r}"
+            )
         data = self.about.get("data")
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
@@ -82,7 +86,7 @@ class Run:
         return Calibration.load(file) if file.is_file() else None
 
     def forget(self) -> None:
-        """Remove what was made from the trace, which is about to be another one."""
+        """Remove what was made from an earlier trace."""
         shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
         for name in ("policy.json", "results.json"):
             (self.directory / name).unlink(missing_ok=True)
@@ -117,8 +121,11 @@ def creating(directory: str | Path, force: bool = False) -> Iterator[Path]:
     if directory.resolve() == Path.cwd().resolve():
         raise InputError(f"{directory} is the current folder: name a folder inside it")
     _check_free(directory, force)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    except OSError as error:
+        raise InputError(f"{directory} cannot be made ({error.strerror}): choose another place") from None
     try:
         yield new
         new.chmod(0o755)

@@ -39,7 +39,8 @@ class Snapshots:
     def save(self, epoch: int, batch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write one, then remove all but the newest two."""
         file = self.folder / f"{epoch:05d}-{batch:07d}.safetensors"
-        tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        # Cloned, as weights that are tied share memory, which the file format cannot say.
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         header = {"state": dict(state), "digest": _digest(tensors)}
         tensorfiles.write(file, tensors, FORMAT, VERSION, header)
         for old in self.files()[_KEPT:]:
@@ -50,17 +51,18 @@ class Snapshots:
         files = self.files()
         if not files:
             raise InputError(f"{self.folder} holds no checkpoint to go on from")
-        problems = []
+        problems: dict[Path, str] = {}
         for file in files:
             try:
                 found = tensorfiles.load(file, FORMAT, VERSION, _checked)
             except InputError as error:
-                problems.append(str(error))
+                problems[file] = str(error)
                 continue
-            for problem in problems:
+            for damaged, problem in problems.items():
                 _log.warning("%s; going on from the checkpoint before it, %s", problem, file.name)
+                damaged.unlink(missing_ok=True)  # or it would count as one of the newest two
             return found
-        raise InputError(f"no checkpoint in {self.folder} is whole: {problems[0]}")
+        raise InputError(f"no checkpoint in {self.folder} is whole: {problems[files[0]]}")
 
 
 def _checked(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

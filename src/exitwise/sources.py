@@ -6,9 +6,9 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from exitwise.data.batches import Parts, Shuffled
+from exitwise.data.batches import Batches, Parts, Shuffled
 from exitwise.data.images import Pictures
 from exitwise.errors import InputError
 from exitwise.recipes import Recipe
@@ -35,10 +35,24 @@ def source_of(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> Source
     if isinstance(train, Dataset) and isinstance(train, Sized):
         return FromDataset(train, recipe.batch_size, seed)
     if isinstance(train, Iterable) and isinstance(train, Sized):
+        if not len(train):
+            raise InputError("`train` gave no batches")
         return FromLoader(train, seed)
     raise InputError(
         f"`train` must be a data set or a loader of (images, labels) that has a length, but got {type(train).__name__}"
     )
+
+
+def in_order(val: Any, batch_size: int, workers: int = 0) -> Iterable[Any]:
+    """Batches for validation from whatever was given."""
+    if hasattr(val, "pixels_of"):
+        pictures: Pictures = val
+        return Batches(pictures, batch_size, workers)
+    if isinstance(val, Dataset) and not isinstance(val, IterableDataset):
+        return DataLoader(val, batch_size=batch_size)
+    if isinstance(val, Iterable):
+        return val
+    raise InputError(f"`val` must be a data set or a loader of (images, labels), but got {type(val).__name__}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +90,12 @@ class FromLoader:
         return len(self.loader)
 
     def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]:
-        torch.manual_seed(seed_for(self.seed, number))
+        seed = seed_for(self.seed, number)
+        torch.manual_seed(seed)
+        sampler = getattr(self.loader, "sampler", None)
+        for owner in (self.loader, sampler):
+            if isinstance(own := getattr(owner, "generator", None), torch.Generator):
+                own.manual_seed(seed)
         for images, labels, *_ in islice(self.loader, start, None):
             state = torch.get_rng_state()  # the loader's, whatever the training step draws meanwhile
             yield _cut(images, labels, parts, mine)

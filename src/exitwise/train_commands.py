@@ -2,19 +2,20 @@
 
 import logging
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from exitwise import data, models
-from exitwise.commands import FILE_SIZE, Source, absolute, built, net_of, pictures
+from exitwise.commands import FILE_SIZE, DataChoice, absolute, net_of, new_net, pictures
 from exitwise.errors import InputError, SharedError
 from exitwise.files import write_json
 from exitwise.history import History
 from exitwise.machine import Machine
 from exitwise.net import MultiExitNet
-from exitwise.processes import rank
+from exitwise.processes import by_first, rank
 from exitwise.recipes import Recipe, recipe_named
 from exitwise.run import Run, creating, describe
 from exitwise.seeds import generator_of
@@ -51,10 +52,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Means:
-    """What a training is done with; none of it changes the result but for floating-point order."""
+    """What a training is done with."""
 
     machine: Machine
-    accumulate: int = 1
+    accumulate: int | None = None
     workers: int = 0
     checkpoint_minutes: float = 10.0
 
@@ -68,6 +69,8 @@ class Plan:
     compile: bool
     precision: str
     threads: int
+    parts: int  # of a batch: processes times parts that each takes one after the other
+    images: str  # a digest of the training pictures and their order
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "recipe": self.recipe.to_dict()}
@@ -76,14 +79,16 @@ class Plan:
     def of(cls, run: Run) -> "Plan":
         """The plan of a run, checked."""
         kept = run.training()
-        kinds = {"seed": int, "compile": bool, "precision": str, "threads": int}
+        kinds = {"seed": int, "compile": bool, "precision": str, "threads": int, "parts": int, "images": str}
         for name, kind in kinds.items():
             if not isinstance(kept.get(name), kind):
                 raise InputError(f"{run.directory / 'run.json'} must say the {name} of its training")
         return cls(Recipe.from_dict(kept.get("recipe")), **{name: kept[name] for name in kinds})
 
 
-def train_new(directory: Path, source: Source, order: Order, means: Means, force: bool, watcher: Watcher) -> History:
+def train_new(
+    directory: Path, source: DataChoice, order: Order, means: Means, force: bool, watcher: Watcher
+) -> History:
     """Make a run and train its net."""
     known = data.data_set(source.name)
     recipe = order.made(known)
@@ -95,13 +100,17 @@ def train_new(directory: Path, source: Source, order: Order, means: Means, force
     held, splits, about = source.load(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = built(preset, order.net, splits.train.shape, len(splits.train.classes))
+        net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if order.compile is None else order.compile
-    plan = Plan(recipe, seed, compiled, means.machine.precision, torch.get_num_threads())
+    source_of(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
+    fabric.launch()
+    parts = fabric.world_size * (means.accumulate or 1)
+    precision, threads = means.machine.precision, torch.get_num_threads()
+    plan = Plan(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
     trainer = _trainer(net, splits, plan, means, fabric, directory)
     described = describe(net.spec or {"net": order.net}, about, plan.to_dict())
-    _first_alone(fabric, lambda: _make_run(directory, force, described, held))
+    by_first(lambda: _make_run(directory, force, described, held))
     return _run(trainer, means, watcher)
 
 
@@ -110,13 +119,40 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
     run = Run(directory)
     plan = Plan.of(run)
     _check_same(run, order, plan)
+    fabric = replace(means.machine, precision=plan.precision).fabric()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        net = net_of(run, order.net)
+    splits = pictures(run, root)
+    if splits.train.classes and len(splits.train.classes) != net.num_classes:
+        found = len(splits.train.classes)
+        raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {found}")
+    if _digest(splits.train) != plan.images:
+        raise InputError(
+            f"{directory} cannot go on: its training pictures, or their order, have changed since it began"
+        )
+    fabric.launch()
     if plan.threads != torch.get_num_threads():
         now = torch.get_num_threads()
         _log.warning("threads were %d and are %d now: the last bits may come out differently", plan.threads, now)
-    fabric = replace(means.machine, precision=plan.precision).fabric()
-    trainer = _trainer(net_of(run, order.net), pictures(run, root), plan, means, fabric, directory)
-    trainer.restore(*trainer.snapshots.load())
+    trainer = _trainer(net, splits, plan, means, fabric, directory)
+    if not by_first(lambda: _not_begun(trainer, directory)):
+        trainer.resume()
     return _run(trainer, means, watcher)
+
+
+def _not_begun(trainer: Trainer, directory: Path) -> bool:
+    """Whether a run was interrupted before its first checkpoint, so that nothing was lost."""
+    return trainer.snapshots.newest() is None and not (directory / "history.csv").exists()
+
+
+def _digest(images: data.Pictures) -> str:
+    """Of pictures, labels, classes and their order."""
+    digest = blake2b(digest_size=16)
+    for part in (images.fingerprints(), images.labels):
+        digest.update(part.numpy().data)
+    digest.update("\n".join(images.classes).encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _trainer(
@@ -127,11 +163,16 @@ def _trainer(
     fabric: "Fabric",
     directory: Path,
 ) -> Trainer:
-    """A trainer in every process; from here on there are several, where that was asked for."""
+    """A trainer in every process. Parts that processes do not take, each takes one after the other."""
     source = source_of(splits.train, plan.recipe, plan.seed, means.workers)
     val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
-    fabric.launch()
-    return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, means.accumulate, plan.compile)
+    accumulate, left = divmod(plan.parts, fabric.world_size)
+    if left or means.accumulate not in (None, accumulate):
+        raise SharedError(
+            f"{directory} is trained in {plan.parts} parts per batch, which {fabric.world_size} processes"
+            f"{f' x {means.accumulate} parts' if means.accumulate else ''} do not make"
+        )
+    return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, accumulate, plan.compile)
 
 
 def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
@@ -147,19 +188,6 @@ def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.Ho
     with creating(directory, force) as new:
         write_json(new / "run.json", about)
         held.save(new / "split.safetensors")
-
-
-def _first_alone(fabric: "Fabric", act: Any) -> None:
-    """Let the first process act; all of them fail if it does."""
-    problem = None
-    if fabric.is_global_zero:
-        try:
-            act()
-        except (InputError, OSError) as error:
-            problem = str(error)
-    problem = fabric.broadcast(problem)
-    if problem:
-        raise SharedError(problem)
 
 
 def same_data(run: Run, name: str) -> None:
@@ -186,5 +214,9 @@ def _check_same(run: Run, order: Order, plan: Plan) -> None:
         if asked is not None and asked != value:
             option = name.replace("_", "-")
             raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
-    if order.recipe is not None and recipe_named(order.recipe).scaled(recipe.epochs) != recipe:
+    if (
+        order.recipe is not None
+        and replace(recipe_named(order.recipe).scaled(recipe.epochs), lr=recipe.lr, batch_size=recipe.batch_size)
+        != recipe
+    ):
         raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")

@@ -4,12 +4,13 @@ Data order, augmentation and dropout follow from the seed, the epoch and the bat
 recipe. So a checkpoint of weights and momentum is all it takes to go on bit for bit, from any batch.
 """
 
+import logging
 import os
 import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -30,7 +31,7 @@ from exitwise.net import MultiExitNet
 from exitwise.recipes import Recipe, recipe_named
 from exitwise.seeds import generator_of, seed_for
 from exitwise.snapshots import Snapshots
-from exitwise.sources import Source, source_of
+from exitwise.sources import Source, in_order, source_of
 from exitwise.tensorfiles import finite
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ try:
     import fcntl
 except ImportError:  # Windows: nothing holds a run there
     fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
 
 _WORTH_COMPILING = 5000  # batches: compiling takes one or two minutes, and saves about a quarter of the rest
 
@@ -68,6 +71,7 @@ class State:
     batch: int = 0
     loss: float = 0.0  # summed over the batches of this epoch so far
     seconds: float = 0.0  # of this epoch so far
+    speed: float = 0.0  # images per second in this epoch
     rows: list[Epoch] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +81,8 @@ class State:
     def from_dict(cls, data: Mapping[str, Any]) -> "State":
         try:
             rows = [Epoch.from_dict(row) for row in data["rows"]]
-            return cls(int(data["epoch"]), int(data["batch"]), float(data["loss"]), float(data["seconds"]), rows)
+            numbers = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
+            return cls(epoch=int(data["epoch"]), batch=int(data["batch"]), rows=rows, **numbers)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"a checkpoint's state is not usable: {error!r}") from None
 
@@ -85,7 +90,7 @@ class State:
 def train(
     net: MultiExitNet,
     train: Any,
-    val: Iterable[Any],
+    val: Any,
     *,
     recipe: Recipe | str,
     out: str | Path,
@@ -100,10 +105,10 @@ def train(
 ) -> History:
     """Train a net in place, and leave in the folder `out` its best weights, its history and checkpoints.
 
-    `train` is a data set of ours, any `Dataset` of (image, label), or a loader of (images, labels) with a length that
-    gives its own batches; `val` is a loader. The net ends with the weights of the epoch whose validation accuracy at
-    the last exit was best. With `resume` it goes on from the newest whole checkpoint in `out`. `accumulate` cuts
-    every batch into that many parts, one after the other, and steps once for all of them.
+    `train` and `val` are data sets of ours, any `Dataset` of (image, label), or loaders of (images, labels), which
+    give their own batches and of which `train` must have a length. The net ends with the weights of the epoch whose
+    validation accuracy at the last exit was best. With `resume` it goes on from the newest whole checkpoint in `out`.
+    `accumulate` cuts every batch into that many parts, one after the other, and steps once for all of them.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     generator_of(seed)  # refuses what is no seed
@@ -114,20 +119,30 @@ def train(
     fabric = (machine or Machine()).fabric()
     fabric.launch()
     source = source_of(train, recipe, seed, workers)
-    trainer = Trainer(net, source, val, recipe, fabric, folder, seed, accumulate, compile)
+    batches = in_order(val, recipe.batch_size, workers)
+    modes = {module: module.training for module in net.modules()}
+    trainer = Trainer(net, source, batches, recipe, fabric, folder, seed, accumulate, compile)
     trainer.checkpoint_minutes = checkpoint_minutes
     trainer.watcher = watcher or Watcher()
     if resume:
-        trainer.restore(*snapshots.load())
-    history = trainer.run()
+        trainer.resume()
+    try:
+        history = trainer.run()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     load_checkpoint(net, folder / "net.safetensors")
     return history
 
 
+def can_compile() -> bool:
+    """Whether torch.compile finds the C++ compiler that it needs."""
+    return shutil.which(os.environ.get("CXX") or "g++") is not None
+
+
 def worth_compiling(batches: int) -> bool:
     """Whether a training of so many batches gains from torch.compile, and this machine can compile."""
-    compiler = os.environ.get("CXX") or "g++"
-    return batches >= _WORTH_COMPILING and shutil.which(compiler) is not None
+    return batches >= _WORTH_COMPILING and can_compile()
 
 
 class Trainer:
@@ -151,9 +166,11 @@ class Trainer:
         self.state = State()
         self.watcher = Watcher()
         self.checkpoint_minutes = 10.0
-        self._speed = 0.0  # images per second in this epoch
+        self._tried = False  # whether the net has taken a batch
         if accumulate < 1:
             raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
+        if compile and not can_compile():
+            raise SharedError("torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX")
         self._parts = fabric.world_size * accumulate
         if recipe.batch_size % self._parts:
             raise SharedError(
@@ -182,24 +199,41 @@ class Trainer:
         if broken:  # the next loss would be no number, and this checkpoint no good one
             where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
             raise SharedError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
-        if processes.rank() == 0:
-            tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
-            for name, parameter in self.net.named_parameters():
-                momentum = self._optimizer.state[parameter].get("momentum_buffer")
-                if momentum is not None:
-                    tensors[f"momentum.{name}"] = momentum
-            state = self.state.to_dict()
-            precision = self.fabric.strategy.precision.state_dict()
-            self.snapshots.save(self.state.epoch, self.state.batch, tensors, {**state, "precision": precision})
-        processes.barrier()
+        processes.by_first(self._write)
+
+    def _write(self) -> None:
+        tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
+        for name, parameter in self.net.named_parameters():
+            momentum = self._optimizer.state[parameter].get("momentum_buffer")
+            if momentum is not None:
+                tensors[f"momentum.{name}"] = momentum
+        made_by = {"recipe": self.recipe.to_dict(), "seed": self.seed, "parts": self._parts}
+        precision = self.fabric.strategy.precision.state_dict()
+        state = {**self.state.to_dict(), **made_by, "precision": precision}
+        self.snapshots.save(self.state.epoch, self.state.batch, tensors, state)
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint."""
+        self.restore(*processes.by_first(self.snapshots.load))
+        kept = self.folder / "net.safetensors"
+        if self.state.rows and not kept.is_file():
+            raise SharedError(f"{kept} is gone, and with it the best net so far: it has to be trained anew")
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """What `save` wrote, into this trainer, whole or not at all."""
         found = State.from_dict(state)
+        asked = {"recipe": self.recipe, "seed": self.seed, "parts": self._parts}
+        made_by = {**state, "recipe": Recipe.from_dict(state.get("recipe"))}
+        for name, value in asked.items():
+            if made_by.get(name) != value:
+                words = {"parts": "number of processes times parts per batch"}.get(name, name)
+                raise SharedError(
+                    f"the checkpoint is of a training with another {words}, and cannot go on with this one"
+                )
         weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
         ours = self.net.state_dict()
         if {name: value.shape for name, value in ours.items()} != {n: v.shape for n, v in weights.items()}:
-            raise InputError("the checkpoint is of another net")
+            raise SharedError("the checkpoint is of another net")
         self.net.load_state_dict(weights)
         for name, parameter in self.net.named_parameters():
             if f"momentum.{name}" in tensors:
@@ -219,9 +253,9 @@ class Trainer:
             raise InputError(f"{what}; {self.snapshots.words()}") from None
 
     def _run(self) -> History:
-        self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
         with _alone(self.folder), _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
+            self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
             if processes.of_first(self.snapshots.newest() is None):
                 self.save()
             while self.state.epoch < self.recipe.epochs:
@@ -255,7 +289,8 @@ class Trainer:
             speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
             left = (self.recipe.epochs - state.epoch) * batches - state.batch
             self.watcher.batch(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
-        self._speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
+        state.speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
+        processes.copy_first(self.net.buffers())  # statistics of BatchNorm are per process: all validate the first's
         self.save()  # validation may be interrupted, too
 
     def _finish_epoch(self, asked: list[int]) -> None:
@@ -268,7 +303,7 @@ class Trainer:
             train_loss=state.loss / len(self.source),
             val_loss=loss,
             val_top1=top1,
-            images_per_second=self._speed,
+            images_per_second=state.speed,
             seconds=state.seconds + time.monotonic() - start,
         )
         best = History((*state.rows, row)).best is row
@@ -294,7 +329,7 @@ class Trainer:
             if images.dim() == 4:
                 images = images.contiguous(memory_format=self._layout)
             with self.fabric.no_backward_sync(self._module, enabled=number < len(parts)):
-                part = self._loss(self._module(images), self.fabric.to_device(labels)) / len(parts)
+                part = self._loss(self._logits(images), self._labels(labels, "train")) / len(parts)
                 self.fabric.backward(part)
             loss += part.detach().double().cpu()
         shared = torch.stack([loss / processes.world(), torch.tensor(float(asked)), torch.tensor(float(due))])
@@ -305,6 +340,27 @@ class Trainer:
         self._stepper.step()
         return loss_, stop > 0, save > 0
 
+    def _logits(self, images: Tensor) -> list[Tensor]:
+        """The net on a batch. That it cannot take such images shows at the first one."""
+        try:
+            logits: list[Tensor] = self._module(images)
+        except (RuntimeError, ValueError) as error:
+            if self._tried:
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            shape = tuple(images.shape[1:])
+            raise SharedError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
+        self._tried = True
+        return logits
+
+    def _labels(self, labels: Tensor, name: str) -> Tensor:
+        """Labels on the net's device, refused where the net has no such class."""
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.net.num_classes:
+            found = f"{int(labels.min())} to {int(labels.max())}"
+            raise InputError(f"`{name}` must have labels 0 to {self.net.num_classes - 1}, but has some from {found}")
+        moved: Tensor = self.fabric.to_device(labels)
+        return moved
+
     def _loss(self, logits: list[Tensor], labels: Tensor) -> Tensor:
         """The sum of the exits' cross-entropies."""
         return torch.stack([cross_entropy(exit.float(), labels) for exit in logits]).sum()
@@ -314,9 +370,10 @@ class Trainer:
         exits = len(self.net.exits)
         sums = torch.zeros(exits + 2, dtype=torch.float64)  # right answers per exit, loss, samples
         self.net.eval()
+        torch.manual_seed(seed_for(self.seed, self.state.epoch))  # a loader that shuffles gives all processes the same
         with torch.inference_mode(), self.fabric.autocast():
             for images, labels, *_ in processes.dealt(self.val):
-                images, labels = self.fabric.to_device(images), self.fabric.to_device(labels)
+                images, labels = self.fabric.to_device(images), self._labels(labels, "val")
                 logits = self.net(images)
                 right = torch.stack([(exit.argmax(1) == labels).sum() for exit in logits])
                 loss = self._loss(logits, labels) * len(labels)
@@ -340,18 +397,23 @@ class Trainer:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold a run against a second training of it; a process that dies lets go. What a killed one left is removed."""
-    if processes.rank() != 0 or fcntl is None:
+    with ExitStack() as held:
+        processes.by_first(lambda: _lock(folder, held))
         yield
-        return
+
+
+def _lock(folder: Path, held: ExitStack) -> None:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    with (folder / "checkpoints" / "lock").open("w") as file:
+    file = held.enter_context((folder / "checkpoints" / "lock").open("w"))
+    if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError(f"{folder} is being trained by another process") from None
-        for place in (folder, folder / "checkpoints"):
-            remove_unfinished(place)
-        yield
+        except OSError:
+            _log.warning("%s: this file system has no locks, so nothing keeps a second training away", folder)
+    for place in (folder, folder / "checkpoints"):
+        remove_unfinished(place)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from exitwise.errors import InputError
+
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -17,6 +19,13 @@ class Augmentation:
     padding: int = 0  # zeros put around the picture before a crop of its own size
     flip: bool = False  # left and right, every second time
     resized_crop: bool = False  # a part of random size and shape, resized; for picture files
+
+    def __post_init__(self) -> None:
+        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
+            raise InputError(f"`padding` must be a whole number of at least 0, but got {self.padding!r}")
+        for name in ("flip", "resized_crop"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"`{name}` must be true or false, but got {getattr(self, name)!r}")
 
     @property
     def draws(self) -> int:
