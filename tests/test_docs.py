@@ -13,7 +13,10 @@ import exitwise as ew
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BENCHMARK = json.loads((ROOT / "benchmarks" / "results" / "method.json").read_text())
+BENCHMARK, TRAINING = (
+    json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in ("method", "training")
+)
+SPREAD = "ours, compiled, with compiling spread over 30 epochs, against the plain loop"
 
 
 def loader(n: int) -> "DataLoader[tuple[torch.Tensor, ...]]":
@@ -87,3 +90,24 @@ def test_the_targets_were_met_in_the_committed_run() -> None:
     assert [run["n"] for run in large["runs"]] == [25_000, 50_000]
     assert max(run["peak GB"] for run in large["runs"]) <= 4
     assert large["growth"] <= 2.2
+
+
+def test_the_targets_of_training_were_met_in_the_committed_run() -> None:
+    speeds = {run["threads"]: run[SPREAD] for run in TRAINING["training, MSDNet-small, batches of 64"]}
+    assert speeds[2] >= 1.25
+    assert all(run["training step / loading its batch"] >= 100 for run in TRAINING["loader, CIFAR"])
+    assert all(run["collect / forward pass"] <= 1.05 for run in TRAINING["collect"])
+    few, many = TRAINING["collect, peak megabytes"].values()
+    assert many < 1.05 * few
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_figures_of_training_in_the_readme_are_those_of_the_committed_run(threads: int) -> None:
+    rows = README.split("<!-- training benchmark -->")[1].split("\n\n")[0].splitlines()[3:]
+    shown = [row.split("|")[1 + threads].strip().removesuffix("x") for row in rows]
+    training, loader, collect = (
+        next(run for run in TRAINING[name] if run["threads"] == threads)
+        for name in ("training, MSDNet-small, batches of 64", "loader, CIFAR", "collect")
+    )
+    figures = (training[SPREAD], loader["training step / loading its batch"], collect["collect / forward pass"])
+    assert shown == [f"{figures[0]:.2f}", f"{figures[1]:.0f}", f"{figures[2]:.2f}"]
