@@ -268,7 +268,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(
 ) -> None:
     place = tmp_path / "run"
     with started(*DIGITS, "--out", place) as process:
-        wait_for(lambda: (place / "checkpoints").is_dir() and any((place / "checkpoints").iterdir()), process)
+        wait_for(lambda: bool(Snapshots(place / "checkpoints").files()), process)
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
     assert process.returncode == status, err

@@ -61,6 +61,8 @@ def main() -> None:
         _fail("another process ended: see its message", said=not is_first_process())
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", status=130, said=not is_first_process())
+    if code == 130:  # what typer makes of Ctrl-C, without a word
+        _fail("interrupted", status=130, said=not is_first_process())
     sys.exit(code or 0)
 
 

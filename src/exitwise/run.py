@@ -34,15 +34,15 @@ class Run:
         if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
             found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
             raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
-        if not isinstance(self.about.get("model"), dict):
-            raise InputError(
-                f"{self.directory / 'run.json'} must describe its model, but says {self.about.get('model')!r}"
-            )
         data = self.about.get("data")
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
         if not isinstance(data.get("root"), str | None):
             raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
+        if not isinstance(self.about.get("model"), dict):
+            raise InputError(
+                f"{self.directory / 'run.json'} must describe its model, but says {self.about.get('model')!r}"
+            )
 
     @property
     def net_file(self) -> Path:

@@ -124,7 +124,7 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
         torch.manual_seed(plan.seed)
         net = net_of(run, order.net)
     splits = pictures(run, root)
-    if splits.train.classes and len(splits.train.classes) != net.num_classes:
+    if len(splits.train.classes) != net.num_classes:
         found = len(splits.train.classes)
         raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {found}")
     if _digest(splits.train) != plan.images:

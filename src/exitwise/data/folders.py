@@ -118,7 +118,7 @@ def imagenet(root: Path, size: int) -> tuple[FileSet, FileSet]:
 def caltech256(root: Path, size: int) -> FileSet:
     """ROOT or ROOT/256_ObjectCategories; folders such as 001.ak47 give the class names."""
     inside = root / "256_ObjectCategories"
-    if not inside.is_dir() and not (root.is_dir() and any(entry.is_dir() for entry in scandir(root))):
+    if not inside.is_dir() and not (root.is_dir() and any(path.is_dir() for path in root.iterdir())):
         raise missing(root, [CALTECH256], f"256_ObjectCategories (extracted from {CALTECH256.name})")
     found = scan(inside if inside.is_dir() else root, size)
     return replace(found, classes=tuple(name.split(".", 1)[-1] for name in found.classes))
