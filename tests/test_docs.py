@@ -111,3 +111,18 @@ def test_figures_of_training_in_the_readme_are_those_of_the_committed_run(thread
     )
     figures = (training[SPREAD], loader["training step / loading its batch"], collect["collect / forward pass"])
     assert shown == [f"{figures[0]:.2f}", f"{figures[1]:.0f}", f"{figures[2]:.2f}"]
+
+
+def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "experiments"
+    monkeypatch.syspath_prepend(folder)
+    import cifar100
+
+    text = (folder / "README.md").read_text()
+    assert set(cifar100.EXPERIMENTS) == {path.name for path in folder.iterdir() if (path / "run.json").is_file()}
+    for name, options in cifar100.EXPERIMENTS.items():
+        assert cifar100.row(name, options) in text
+    rows = json.loads((folder / "msdnet-small" / "results.json").read_text())["ablation"]["rows"]
+    words = " ".join(text.split())
+    for number in (rows[0], rows[-1]):
+        assert all(shown in words for shown in (f"{100 * number['top1']:.2f}", f"{number['nlpd']:.3f}"))
