@@ -12,7 +12,7 @@ from exitwise.cost import macs
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
-from exitwise.net import MultiExitNet
+from exitwise.net import MultiExitNet, keeping_modes
 from exitwise.trace import HeadWeights, Split, Trace
 
 # (images, labels), or (images, labels, positions in the data set)
@@ -83,14 +83,9 @@ def collect(
 
 @contextmanager
 def _inference(net: MultiExitNet) -> Any:
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with keeping_modes(net), torch.no_grad():
+        net.eval()
+        yield
 
 
 def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:

@@ -1,11 +1,23 @@
 """A network with several exits: stages that carry a state on, and a head that reads it at every exit."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from exitwise.errors import InputError
+
+
+@contextmanager
+def keeping_modes(net: nn.Module) -> Iterator[None]:
+    """Put every module back into the mode, training or evaluation, that it was in."""
+    modes = {module: module.training for module in net.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _modules(name: str, modules: Iterable[nn.Module]) -> nn.ModuleList:

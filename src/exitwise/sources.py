@@ -27,8 +27,6 @@ class Source(Protocol):
 
 def source_of(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> Source:
     """Batches from whatever was given."""
-    if isinstance(train, FromDataset | FromLoader | Shuffled):
-        return train
     if hasattr(train, "pixels_of"):
         pictures: Pictures = train
         return Shuffled(pictures, recipe.batch_size, recipe.augmentation, seed, workers)

@@ -27,7 +27,7 @@ from exitwise.errors import InputError, SharedError
 from exitwise.files import remove_unfinished
 from exitwise.history import Epoch, History
 from exitwise.machine import Machine
-from exitwise.net import MultiExitNet
+from exitwise.net import MultiExitNet, keeping_modes
 from exitwise.recipes import Recipe, recipe_named
 from exitwise.seeds import generator_of, seed_for
 from exitwise.snapshots import Snapshots
@@ -120,17 +120,13 @@ def train(
     fabric.launch()
     source = source_of(train, recipe, seed, workers)
     batches = in_order(val, recipe.batch_size, workers)
-    modes = {module: module.training for module in net.modules()}
     trainer = Trainer(net, source, batches, recipe, fabric, folder, seed, accumulate, compile)
     trainer.checkpoint_minutes = checkpoint_minutes
     trainer.watcher = watcher or Watcher()
     if resume:
         trainer.resume()
-    try:
+    with keeping_modes(net):
         history = trainer.run()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     load_checkpoint(net, folder / "net.safetensors")
     return history
 
@@ -177,9 +173,10 @@ class Trainer:
                 f"`batch_size` {recipe.batch_size} must be a multiple of {fabric.world_size} processes x "
                 f"{accumulate} parts, or they could not share a batch evenly"
             )
-        if compile or fabric.device.type == "cuda":
+        fast = compile or fabric.device.type == "cuda"  # on a CPU, channels-last alone loses with two threads
+        self._layout = torch.channels_last if fast else torch.contiguous_format
+        if fast:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._layout = torch.channels_last if compile or fabric.device.type == "cuda" else torch.contiguous_format
         self._optimizer = torch.optim.SGD(
             net.parameters(),
             lr=recipe.lr,
@@ -309,14 +306,17 @@ class Trainer:
         best = History((*state.rows, row)).best is row
         state.rows.append(row)
         state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        if processes.rank() == 0:
-            if best:  # before the checkpoint: an epoch that is done again writes the same net again
-                save_checkpoint(self.net, self.folder / "net.safetensors")
-            History(tuple(state.rows)).save(self.folder / "history.csv")
+        processes.by_first(lambda: self._keep(best))
         self.save()
         self.watcher.epoch(row, best)
         if asked and processes.world() == 1:
             raise StoppedError(asked[0], self._where())
+
+    def _keep(self, best: bool) -> None:
+        """Before the checkpoint: an epoch that is done again writes the same net again."""
+        if best:
+            save_checkpoint(self.net, self.folder / "net.safetensors")
+        History(tuple(self.state.rows)).save(self.folder / "history.csv")
 
     def _step(self, parts: Parts, asked: bool, due: bool) -> tuple[float, bool, bool]:
         """One step of the optimiser; the loss over all processes, and whether any wants to stop or to save."""
