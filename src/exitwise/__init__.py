@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from exitwise import data as data
     from exitwise import metrics as metrics
     from exitwise import models as models
+    from exitwise import runtime as runtime
     from exitwise import zoo as zoo
     from exitwise.calibration import Calibration as Calibration
     from exitwise.checkpoint import load_checkpoint as load_checkpoint
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from exitwise.predictions import Predictions as Predictions
     from exitwise.recipes import RECIPES as RECIPES
     from exitwise.recipes import Recipe as Recipe
+    from exitwise.runtime.classifier import Classifier as Classifier
+    from exitwise.runtime.engine import Answer as Answer
+    from exitwise.runtime.engine import Prediction as Prediction
+    from exitwise.runtime.preprocessing import Preprocessing as Preprocessing
     from exitwise.tables import Table as Table
     from exitwise.tables import ablation as ablation
     from exitwise.tables import decision_experiment as decision_experiment
@@ -46,8 +51,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "METHODS": "methods",
     "RECIPES": "recipes",
+    "Answer": "runtime.engine",
     "BudgetCurve": "evaluation",
     "Calibration": "calibration",
+    "Classifier": "runtime.classifier",
     "Costs": "costs",
     "Evaluation": "evaluation",
     "Head": "net",
@@ -56,7 +63,9 @@ _HOMES = {
     "Method": "methods",
     "MultiExitNet": "net",
     "Policy": "policy",
+    "Prediction": "runtime.engine",
     "Predictions": "predictions",
+    "Preprocessing": "runtime.preprocessing",
     "Recipe": "recipes",
     "Split": "trace",
     "Table": "tables",
@@ -75,7 +84,7 @@ _HOMES = {
     "sweep": "policy",
     "train": "training",
 }
-_MODULES = ("data", "metrics", "models", "zoo")
+_MODULES = ("data", "metrics", "models", "runtime", "zoo")
 
 __all__ = [*_HOMES, *_MODULES]
 

@@ -179,7 +179,8 @@ class Calibration:
                     probs[j] += row * (self.weights[k] / sum(self.weights[: j + 1]))
         return np.stack([row.var(dim=1, correction=0).numpy() for row in probs])
 
-    def save(self, path: str | Path) -> None:
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a file holds of it: tensors by name, and the rest as plain data."""
         tensors: dict[str, Tensor] = {} if self.draws is None else {"draws": self.draws}
         tensors["temperatures"] = torch.tensor(self.temperatures, dtype=torch.float64)
         tensors["prior_vars"] = torch.tensor(self.prior_vars, dtype=torch.float64)
@@ -197,15 +198,20 @@ class Calibration:
             "settings": dict(self.settings),
             "grids": [asdict(grid) for grid in self.grids],
         }
+        return tensors, metadata
+
+    def save(self, path: str | Path) -> None:
+        tensors, metadata = self.to_tensors()
         tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
         """Read and check a calibration; every way in which it may be broken is an `InputError` that names the file."""
-        return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
+        return tensorfiles.load(Path(path), FORMAT, VERSION, cls.from_tensors)
 
     @classmethod
-    def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":
+        """From what `to_tensors` gave, checked; a missing name is a `KeyError`."""
         method, mode, settings = Method(**metadata["method"]), metadata["mode"], metadata["settings"]
         if mode not in MODES:
             raise InputError(f"mode must be one of {', '.join(MODES)}, but is {mode!r}")

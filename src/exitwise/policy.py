@@ -1,7 +1,7 @@
 """When to stop: scores, thresholds, and the thresholds that meet a budget. NumPy alone, like everything downstream."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Policy(Result):
     """Thresholds (K,) on a score: a sample leaves at the first exit whose score reaches the threshold.
 
     A threshold of inf lets nobody leave; the last exit's is -inf, it takes everyone. `cost` is the mean cost on the
-    data that the thresholds were made on, `budget` what was asked for, if anything was.
+    data that the thresholds were made on, `costs` (K,) what leaving at each exit costs, `budget` what was asked for, if
+    anything was.
     """
 
     thresholds: tuple[float, ...]
@@ -64,6 +65,7 @@ class Policy(Result):
     budget: float | None = None
     strategy: str = "geometric"
     q: float | None = None
+    costs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -82,10 +84,16 @@ class Policy(Result):
         for name in ("cost", "budget", "q"):
             if not isinstance(value := getattr(self, name), int | float | None):
                 raise InputError(f"`{name}` must be a number or None, but got {value!r}")
+        if self.costs is not None:
+            object.__setattr__(self, "costs", _costs(Costs(self.costs, self.unit), len(thresholds)).values)
 
     def leaves(self, exit: int, score: Array) -> Array:
         """(n,) whether samples that have come as far as `exit` stop there, from their scores (n,)."""
         return np.asarray(score, dtype=np.float64) >= self.thresholds[exit]
+
+    def stops(self, exit: int, said: ExitPrediction) -> Array:
+        """(n,) the same from what the exit says: the rule that simulation and runtime share."""
+        return self.leaves(exit, SCORES[self.score](said))
 
     def exits(self, preds: Any) -> Array:
         """(n,) the exit that each sample takes."""
@@ -106,7 +114,7 @@ class Policy(Result):
     def to_dict(self) -> dict[str, Any]:
         """Plain data; infinite thresholds as the words "inf" and "-inf", which JSON has no numbers for."""
         thresholds = [value if isfinite(value) else str(value) for value in self.thresholds]
-        return {**self.__dict__, "thresholds": thresholds}
+        return {**self.__dict__, "thresholds": thresholds, "costs": list(self.costs) if self.costs else None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
@@ -238,7 +246,7 @@ def _thresholds(scores: Array, counts: Array, midway: bool) -> tuple[float, ...]
 
 def _with_cost(policy: Policy, scores: Array, costs: Costs) -> Policy:
     shares = np.bincount(policy.exits_by(scores), minlength=len(scores)) / scores.shape[1]
-    return Policy(**{**policy.__dict__, "cost": float(shares @ np.asarray(costs.values))})
+    return replace(policy, cost=float(shares @ np.asarray(costs.values)), costs=costs.values)
 
 
 def _costs(costs: Costs | Sequence[float], exits: int) -> Costs:

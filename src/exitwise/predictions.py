@@ -31,9 +31,9 @@ class ExitPrediction:
         return cls(np.exp(log_probs), log_probs)
 
     @classmethod
-    def from_probs(cls, probs: Array) -> "ExitPrediction":
+    def from_probs(cls, probs: Array, variance: Array | None = None) -> "ExitPrediction":
         """A zero counts as the smallest normal number of its type, so that its logarithm is finite."""
-        return cls(probs, np.log(np.maximum(probs, np.finfo(probs.dtype).tiny)))
+        return cls(probs, np.log(np.maximum(probs, np.finfo(probs.dtype).tiny)), variance)
 
 
 class Predictions:

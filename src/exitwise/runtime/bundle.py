@@ -1,0 +1,179 @@
+"""The manifest of an ONNX bundle, and its check before anything runs. Without torch, onnx or onnxruntime."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from re import fullmatch
+
+from exitwise.costs import Costs
+from exitwise.errors import InputError
+from exitwise.files import read_json, write_json
+from exitwise.policy import Policy
+from exitwise.runtime.preprocessing import Preprocessing
+
+FORMAT, VERSION = "exitwise.bundle", 1
+MANIFEST = "manifest.json"
+OPSET = 20  # of the operators in the graphs
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One stage with its calibrated exit: names of what goes in and what comes out, in order."""
+
+    file: str
+    sha256: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        # A name in a manifest must not reach out of the bundle.
+        if not isinstance(self.file, str) or not fullmatch(r"[A-Za-z0-9_-]+\.onnx", self.file):
+            raise InputError(f"a graph's file must have a plain name such as stage0.onnx, but has {self.file!r}")
+        for value in (self.sha256, *self.inputs, *self.outputs):
+            if not isinstance(value, str):
+                raise InputError(f"{self.file} must be described by words, but has {value!r}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle holds. Every graph puts out `probs`, those of the ensemble where there is one.
+
+    `memory` names the output that the next graph takes for it: "probs", "drawn" or None.
+    """
+
+    graphs: tuple[Graph, ...]
+    memory: str | None
+    shape: tuple[int, ...]  # of one image, float32
+    num_classes: int
+    policy: Policy
+    costs: Costs
+    classes: tuple[str, ...] | None
+    preprocessing: Preprocessing | None
+    method: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whole = (*self.shape, self.num_classes)
+        if not whole or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in whole):
+            raise InputError(f"shape and num_classes must be whole numbers, but are {whole}")
+        counts = {len(self.graphs), len(self.policy.thresholds), len(self.costs)}
+        if len(counts) != 1 or not self.graphs:
+            raise InputError("it must have as many graphs, thresholds and costs, one per exit")
+        if self.policy.unit != self.costs.unit:
+            raise InputError(f"its policy is in {self.policy.unit}, but its costs are in {self.costs.unit}")
+        if self.classes is not None and len(self.classes) != self.num_classes:
+            raise InputError(f"it must name {self.num_classes} classes, but names {len(self.classes)}")
+        if self.preprocessing is not None and self.preprocessing.shape != self.shape:
+            raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {self.shape}")
+        if self.memory not in (None, "probs", "drawn"):
+            raise InputError(f"its memory must be probs, drawn or nothing, but is {self.memory!r}")
+
+    def save(self, folder: Path) -> None:
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "opset": OPSET,
+            "graphs": [asdict(graph) for graph in self.graphs],
+            "memory": self.memory,
+            "shape": list(self.shape),
+            "num_classes": self.num_classes,
+            "policy": self.policy.to_dict(),
+            "costs": {"values": list(self.costs.values), "unit": self.costs.unit},
+            "classes": None if self.classes is None else list(self.classes),
+            "preprocessing": None if self.preprocessing is None else self.preprocessing.to_dict(),
+            "method": self.method,
+            "versions": dict(self.versions),
+        }
+        write_json(folder / MANIFEST, about)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read and check; everything that may be wrong with it is an `InputError` that names the file."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise InputError(f"{folder} is not a bundle: it has no {MANIFEST}")
+        about = read_json(path)
+        if about.get("format") != FORMAT:
+            raise InputError(f"{path} must be of format {FORMAT!r}, but says {about.get('format')!r}")
+        if about.get("version") != VERSION:
+            raise InputError(f"{path} has version {about.get('version')!r}, but this exitwise reads version {VERSION}")
+        if about.get("opset") != OPSET:
+            raise InputError(f"{path} says opset {about.get('opset')!r}, but this exitwise runs opset {OPSET}")
+        try:
+            preprocessing, classes = about["preprocessing"], about["classes"]
+            return cls(
+                graphs=tuple(Graph(**graph) for graph in about["graphs"]),
+                memory=about["memory"],
+                shape=tuple(about["shape"]),
+                num_classes=about["num_classes"],
+                policy=Policy.from_dict(about["policy"]),
+                costs=Costs(**about["costs"]),
+                classes=None if classes is None else tuple(str(name) for name in classes),
+                preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+                method=str(about["method"]),
+                versions={str(key): str(value) for key, value in about["versions"].items()},
+            )
+        except KeyError as error:
+            raise InputError(f"{path} lacks {error.args[0]!r}") from None
+        except (AttributeError, TypeError, InputError) as error:
+            raise InputError(f"{path} is not usable: {error}") from None
+
+    def read_graph(self, folder: Path, exit: int) -> bytes:
+        """The graph of an exit, if it is the very one that was exported."""
+        graph = self.graphs[exit]
+        path = folder / graph.file
+        if not path.is_file():
+            raise InputError(f"{path} does not exist: the bundle is incomplete")
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != graph.sha256:
+            raise InputError(f"{path} is not the file that was exported: its SHA-256 differs from the manifest's")
+        if (opset := opset_of(data)) != OPSET:
+            raise InputError(f"{path} is of opset {opset}, but this exitwise runs opset {OPSET}")
+        return data
+
+
+def opset_of(data: bytes) -> int | None:
+    """The version of ONNX's own operators that a model asks for: field 8 of its protocol buffer, without a library."""
+    for number, value in _fields(data):
+        if number == 8 and isinstance(value, bytes):
+            parts = dict(_fields(value))
+            if parts.get(1, b"") in (b"", b"ai.onnx"):
+                version = parts.get(2)
+                return version if isinstance(version, int) else None
+    return None
+
+
+def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """Numbers and values of the fields on the outermost level; nothing of what cannot be read so."""
+    found: list[tuple[int, int | bytes]] = []
+    place = 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+            found.append((key >> 3, value))
+        elif kind == 2:
+            size, place = _varint(data, place)
+            found.append((key >> 3, data[place : place + size]))
+            place += size
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+        else:
+            return []
+    return found
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(data):
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place += 1
+        shift += 7
+        if byte < 128:
+            break
+    return value, place

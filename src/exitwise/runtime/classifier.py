@@ -1,0 +1,369 @@
+"""The runtime in torch: a net that stops early on its own."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exitwise import models, tensorfiles
+from exitwise.calibration import Calibration
+from exitwise.checkpoint import check_fit
+from exitwise.cost import macs
+from exitwise.costs import Costs
+from exitwise.errors import InputError
+from exitwise.net import MultiExitNet
+from exitwise.policy import Policy
+from exitwise.predictions import Array, ExitPrediction
+from exitwise.runtime import engine, folding, states
+from exitwise.runtime.engine import Answer, Prediction
+from exitwise.runtime.exits import runtime_exits
+from exitwise.runtime.preprocessing import Preprocessing
+
+FORMAT, VERSION = "exitwise.classifier", 1
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """What is carried from stage to stage for the samples that have not left."""
+
+    state: Any
+    memory: Tensor | None = None
+
+
+class Classifier(nn.Module):
+    """A net that stops early: calibrated probabilities at each exit, and only survivors go on to the next stage.
+
+    For inference only. The net is used as it is, in evaluation mode while images are in it; its own mode is left as it
+    was. Images are a float tensor (n, ...) as the net takes it or, where the `preprocessing` is known, bytes
+    (n, channels, height, width). `costs` are what leaving at each exit costs: the policy's own unless given, else they
+    are counted in MACs. Several threads may share a classifier.
+    """
+
+    def __init__(
+        self,
+        net: MultiExitNet,
+        calibration: Calibration,
+        policy: Policy,
+        *,
+        costs: Costs | Sequence[float] | None = None,
+        classes: Sequence[str] | None = None,
+        preprocessing: Preprocessing | None = None,
+    ) -> None:
+        super().__init__()
+        kinds: tuple[tuple[str, Any, type], ...] = (
+            ("net", net, MultiExitNet),
+            ("calibration", calibration, Calibration),
+            ("policy", policy, Policy),
+        )
+        for name, value, kind in kinds:
+            if not isinstance(value, kind):
+                raise InputError(f"`{name}` must be a {kind.__name__}, but got {type(value).__name__}")
+        _check_heads(net, calibration)
+        if len(policy.thresholds) != len(net.stages):
+            raise InputError(
+                f"`policy` must have {len(net.stages)} thresholds, one per exit, but has {len(policy.thresholds)}"
+            )
+        if policy.score == "variance" and not calibration.method.laplace:
+            raise InputError("a policy on the variance needs draws: choose a calibration with Laplace")
+        if classes is not None and len(classes) != net.num_classes:
+            raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+        if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
+            raise InputError(f"`preprocessing` must be a Preprocessing, but got {type(preprocessing).__name__}")
+        self.net = net
+        self.exits = nn.ModuleList(runtime_exits(calibration, policy.score == "variance"))
+        self.exits.to(next(net.parameters()).device)
+        self.calibration = calibration
+        self.policy = policy
+        self.classes = None if classes is None else tuple(classes)
+        self.preprocessing = preprocessing
+        self.optimized = False
+        self._costs = _known_costs(costs, policy)
+        self._counted: Sequence[MultiExitNet] = (net,)  # whose MACs are counted; in a tuple, so that it is no submodule
+        self._evaluating = _Evaluating(net)
+
+    def forward(self, images: Any) -> Prediction:
+        """Run stage by stage, letting samples go, until nobody is left; everything in the result is on the CPU."""
+        backend = TorchBackend(self)
+        found = engine.classify(backend, self.policy, images)
+        probs, predicted, exits, costs = map(torch.from_numpy, found)
+        return Prediction(probs, predicted, exits, costs, self.policy.unit)
+
+    def stream(
+        self, images: Iterable[Any], batch_size: int = 64, window: int | None = None, pooled: bool = True
+    ) -> Iterator[Answer]:
+        """Answers for single images, in their order, from any iterable; deep stages run on full batches.
+
+        Survivors of a batch wait until `batch_size` of them have come together; answers fall at most `window` images
+        behind (64 batches unless given), which bounds the memory. What cannot be classified becomes an `Answer` with an
+        `error`: never an exception, never a gap. `pooled=False` runs every batch to its end.
+        """
+        return engine.stream(TorchBackend(self), self.policy, images, batch_size, window, pooled)
+
+    def optimize(self) -> Self:
+        """Make it quicker on a CPU, in place: BatchNorm folded into convolutions, channels-last memory.
+
+        It works on a copy of the net. Probabilities then differ in the last bits, so that a sample whose score lies
+        on a threshold may leave at another exit.
+        """
+        if not self.optimized:
+            if self._costs is None:
+                self._counted = (copy.deepcopy(self.net).to("meta"),)
+            self.net, self.optimized = folding.for_cpu(self.net), True
+            self._evaluating = _Evaluating(self.net)
+        return self
+
+    def costs_of(self, images: Any) -> Costs:
+        """What leaving at each exit costs; MACs are counted for images of this shape where nothing else is known."""
+        if self._costs is None:
+            one = states.mapped(
+                lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), images
+            )
+            try:
+                self._costs = Costs.of(macs(self._counted[0], example_inputs=one))
+            except InputError as error:
+                raise InputError(f"{error}; give `costs` to do without counting") from None
+        return self._costs
+
+    def save(self, path: str | Path) -> None:
+        """Everything in one file: weights, calibration, policy, classes, preprocessing."""
+        tensors, about = self.calibration.to_tensors()
+        tensors = {f"calibration.{key}": value for key, value in tensors.items()}
+        for key, value in self.net.state_dict().items():
+            tensors[f"net.{key}"] = value.detach().cpu().clone()  # tied weights share memory, which a file cannot say
+        metadata = {
+            "model": self.net.spec,
+            "calibration": about,
+            "policy": self.policy.to_dict(),
+            "costs": None if self._costs is None else list(self._costs.values),
+            "classes": None if self.classes is None else list(self.classes),
+            "preprocessing": None if self.preprocessing is None else self.preprocessing.to_dict(),
+            "optimized": self.optimized,
+        }
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, net: MultiExitNet | None = None) -> "Classifier":
+        """Read and check what `save` wrote. The net is rebuilt by its preset; one of your own is given as `net`.
+
+        The file's weights are loaded into a given net, unless it was saved optimized: then into a copy of it.
+        """
+        path = Path(path)
+        return tensorfiles.load(path, FORMAT, VERSION, lambda tensors, about: cls._from_tensors(tensors, about, net))
+
+    @classmethod
+    def _from_tensors(
+        cls, tensors: Mapping[str, Tensor], about: Mapping[str, Any], own: MultiExitNet | None
+    ) -> "Classifier":
+        calibration = Calibration.from_tensors(_under("calibration.", tensors), about["calibration"])
+        policy = Policy.from_dict(about["policy"])
+        optimized, spec, weights = about["optimized"] is True, about["model"], _under("net.", tensors)
+        if own is None and not isinstance(spec, dict):
+            raise InputError("its net has no preset to be rebuilt by: give it as `net`")
+        if own is None:
+            with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
+                plan = models.rebuild(spec)
+            check_fit(folding.for_cpu(plan) if optimized else plan, weights, "its net")
+        net = models.rebuild(spec).eval() if own is None else own
+        net = folding.for_cpu(net) if optimized else net
+        check_fit(net, weights, "its net")
+        net.load_state_dict(weights)
+        preprocessing = about["preprocessing"]
+        made = cls(
+            net,
+            calibration,
+            policy,
+            costs=None if about["costs"] is None else Costs(about["costs"], policy.unit),
+            classes=about["classes"],
+            preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+        )
+        made.optimized = optimized
+        return made
+
+    def export(self, path: str | Path, example: Any = None, force: bool = False) -> None:
+        """Write an ONNX bundle to a folder: a graph per stage with its calibrated exit, and a manifest.
+
+        `exitwise.runtime.onnx.Session` runs it without torch. The shape of an image is that of the preprocessing or of
+        the net's preset; a classifier that knows neither needs a batch of images as `example`. An existing bundle
+        is replaced only with `force`. Needs `exitwise[onnx]`.
+        """
+        from exitwise.runtime.export import export
+
+        export(self, path, example, force)
+
+
+class TorchBackend:
+    """Runs a classifier's stages, for the engine; one for each call."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self._classifier = classifier
+        parameter = next(classifier.net.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._costs: Sequence[float] = ()
+
+    @property
+    def num_exits(self) -> int:
+        return len(self._classifier.exits)
+
+    @property
+    def num_classes(self) -> int:
+        return self._classifier.net.num_classes
+
+    @property
+    def costs(self) -> Sequence[float]:
+        return self._costs
+
+    @torch.inference_mode()
+    def start(self, images: Any) -> Live:
+        state = states.mapped(self._ready, _tensor(images))
+        states.length(state, "`images`")
+        if not self._costs:
+            self._costs = self._classifier.costs_of(state).values
+        return Live(state)
+
+    def _ready(self, images: Tensor) -> Tensor:
+        preprocessing = self._classifier.preprocessing
+        images = images.to(self._device)
+        if images.dtype == torch.uint8:
+            images = torch.addcmul(
+                torch.as_tensor(_known(preprocessing).shift, device=self._device),
+                images.float(),
+                torch.as_tensor(_known(preprocessing).scale, device=self._device),
+            )
+        if images.is_floating_point():
+            images = images.to(self._dtype)
+        if self._classifier.optimized and images.dim() == 4:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images
+
+    def stack(self, images: Sequence[Any]) -> Any:
+        return states.mapped(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
+
+    def kind(self, image: Any) -> str:
+        image, known = _tensor(image), self._classifier.preprocessing
+        found = list(states.tensors(image))
+        if not found:
+            raise InputError(f"an image must be a tensor or an array, but is a {type(image).__name__}")
+        if known is not None and tuple(found[0].shape) != known.shape:
+            raise InputError(f"an image must have shape {known.shape}, but has {tuple(found[0].shape)}")
+        if any(tensor.dtype == torch.uint8 for tensor in found):
+            _known(known)
+        return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in found)
+
+    @torch.inference_mode()
+    def run(self, exit: int, live: Live) -> tuple[Live, ExitPrediction]:
+        classifier = self._classifier
+        with classifier._evaluating:
+            try:
+                state = classifier.net.stages[exit](live.state)
+                features = classifier.net.exits[exit].features(state)
+            except (RuntimeError, TypeError, ValueError, LookupError) as error:
+                if exit:
+                    raise
+                shapes = [tuple(tensor.shape) for tensor in states.tensors(live.state)]
+                raise InputError(f"the net cannot take images of shape {shapes[0]}: {_first_line(error)}") from None
+        said = classifier.exits[exit](features.float(), live.memory)
+        probs = said.probs.cpu().numpy()
+        variance = None if said.variance is None else said.variance.cpu().numpy()
+        return Live(state, said.memory), ExitPrediction.from_probs(probs, variance)
+
+    @torch.inference_mode()
+    def take(self, live: Live, rows: Array) -> Live:
+        where = torch.from_numpy(rows).to(self._device)
+        state = states.mapped(lambda tensor: tensor[where], live.state)
+        return Live(state, None if live.memory is None else live.memory[where])
+
+    @torch.inference_mode()
+    def join(self, lives: Sequence[Live]) -> Live:
+        state = states.mapped(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
+        memories = [live.memory for live in lives if live.memory is not None]
+        return Live(state, torch.cat(memories) if memories else None)
+
+    def length(self, live: Live) -> int:
+        return states.length(live.state)
+
+
+class _Evaluating:
+    """The net's modules in evaluation mode while anyone is inside; the last who leaves puts their own modes back."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self._modules = tuple(net.modules())
+        self._lock = Lock()
+        self._inside = 0
+        self._training: list[nn.Module] = []
+
+    def __reduce__(self) -> tuple[type["_Evaluating"], tuple[nn.Module]]:
+        return _Evaluating, (self._net,)  # a copy has a lock of its own
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._training = [module for module in self._modules if module.training]
+                for module in self._training:
+                    module.training = False
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for module in self._training:
+                    module.training = True
+
+
+def _tensor(images: Any) -> Any:
+    return torch.from_numpy(images) if isinstance(images, np.ndarray) else images
+
+
+def _known(preprocessing: Preprocessing | None) -> Preprocessing:
+    if preprocessing is None:
+        raise InputError("bytes must be normalised first: give the Classifier a `preprocessing`, or floats")
+    return preprocessing
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _check_heads(net: MultiExitNet, calibration: Calibration) -> None:
+    """Refuse a calibration that was made for other last layers."""
+    if len(calibration.exits) != len(net.exits):
+        raise InputError(
+            f"`calibration` must have {len(net.exits)} exits as the net has, but has {len(calibration.exits)}"
+        )
+    for k, (mine, its) in enumerate(zip(net.exits, calibration.exits, strict=True)):
+        pairs = ((mine.last.weight, its.head.weight), (mine.last.bias, its.head.bias))
+        if not all(
+            a is b is None or (a is not None and b is not None and torch.equal(a.float().cpu(), b)) for a, b in pairs
+        ):
+            raise InputError(f"`calibration` is of another net: the last layer of exit {k} has other weights")
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b is None or (a is not None and b is not None and torch.equal(a.float().cpu(), b))
+
+
+def _known_costs(costs: Costs | Sequence[float] | None, policy: Policy) -> Costs | None:
+    given = policy.costs if costs is None else costs
+    if given is None:
+        if policy.unit != "MACs":
+            raise InputError(f"the policy is in {policy.unit} and does not say what exits cost: give `costs`")
+        return None
+    found = given if isinstance(given, Costs) else Costs(tuple(given), policy.unit)
+    if found.unit != policy.unit or len(found) != len(policy.thresholds):
+        raise InputError(
+            f"`costs` must be {len(policy.thresholds)} values in {policy.unit} as the policy's, "
+            f"but are {len(found)} in {found.unit}"
+        )
+    return found

@@ -1,0 +1,305 @@
+"""How samples leave: the loop over exits, for one batch and for a stream, whoever computes. NumPy alone.
+
+What computes is a backend: torch (`classifier.py`) or onnxruntime (`onnx.py`). It knows how to run a stage with its
+calibrated exit on a state, and how to take some samples of a state or join states; the state itself is its own affair.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from exitwise.errors import InputError
+from exitwise.policy import Policy
+from exitwise.predictions import Array, ExitPrediction
+
+if TYPE_CHECKING:
+    import pandas
+
+State = TypeVar("State")
+
+_WINDOW = 64  # batches: how far the answers of a stream may fall behind its inputs, unless told otherwise
+
+
+class Backend(Protocol[State]):
+    """A net with calibrated exits, one stage at a time."""
+
+    @property
+    def num_exits(self) -> int: ...
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def costs(self) -> Sequence[float]:
+        """(K,) what leaving at each exit costs, known once a batch has been started."""
+        ...
+
+    def start(self, images: Any) -> State:
+        """The state before the first stage, of images that are checked here."""
+        ...
+
+    def stack(self, images: Sequence[Any]) -> Any:
+        """A batch for `start` of single images, which are all of one kind."""
+        ...
+
+    def kind(self, image: Any) -> str:
+        """What images of a batch have in common, in words; an `InputError` if this is no image for the net."""
+        ...
+
+    def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
+        """Stage and calibrated exit number `exit`: the next state, and what the exit says of every sample."""
+        ...
+
+    def take(self, state: State, rows: Array) -> State:
+        """The samples of a state at some positions."""
+        ...
+
+    def join(self, states: Sequence[State]) -> State:
+        """Several states as one."""
+        ...
+
+    def length(self, state: State) -> int:
+        """How many samples a state has."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """Samples that have left at an exit: who, with what probabilities, and which of them made no sense."""
+
+    ids: Array
+    probs: Array
+    exit: int
+    broken: Array
+
+
+def step(backend: Backend[State], policy: Policy, exit: int, state: State, ids: Array) -> tuple[State, Array, Left]:
+    """Run one exit, let samples go: the survivors' state and ids, and who left.
+
+    A sample whose probabilities are not finite leaves at once: no exit behind this one could make sense of it.
+    """
+    state, said = backend.run(exit, state)
+    broken = np.asarray(~np.isfinite(said.probs).all(axis=1))
+    gone = policy.stops(exit, said) | broken
+    left = Left(ids[gone], said.probs[gone], exit, broken[gone])
+    if gone.all():
+        return state, ids[:0], left
+    if gone.any():
+        rows = np.flatnonzero(~gone)
+        state, ids = backend.take(state, rows), ids[rows]
+    return state, ids, left
+
+
+def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Array, Array, Array, Array]:
+    """Probabilities (n, c), predicted classes, exits and costs (n,) of a batch, in its order."""
+    state = backend.start(images)
+    ids = np.arange(backend.length(state))
+    probs = np.empty((len(ids), backend.num_classes), dtype=np.float32)
+    exits = np.empty(len(ids), dtype=np.int64)
+    for exit in range(backend.num_exits):
+        if not len(ids):
+            break
+        state, ids, left = step(backend, policy, exit, state, ids)
+        if left.broken.any():
+            raise InputError(f"image {left.ids[left.broken][0]}: {_broken(exit)}")
+        probs[left.ids], exits[left.ids] = left.probs, exit
+    return probs, probs.argmax(axis=1), exits, np.asarray(backend.costs)[exits]
+
+
+def _broken(exit: int) -> str:
+    return f"exit {exit} gives probabilities that are not finite"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """What a net that stops early says of n images, in their order: tensors from torch, arrays from ONNX.
+
+    probs (n, c), predicted (n,) the most probable class, exits (n,) where each left, costs (n,) what that cost.
+    """
+
+    probs: Any
+    predicted: Any
+    exits: Any
+    costs: Any
+    unit: str = "MACs"
+
+    @property
+    def labels(self) -> Any:
+        """(n,) the same as `predicted`."""
+        return self.predicted
+
+    @property
+    def cost(self) -> Any:
+        """(n,) the same as `costs`; their mean is `mean_cost`."""
+        return self.costs
+
+    @property
+    def mean_cost(self) -> float:
+        return float(self.costs.mean()) if len(self) else 0.0
+
+    def __len__(self) -> int:
+        return len(self.probs)
+
+    def __repr__(self) -> str:
+        counts = np.bincount(np.asarray(self.exits, dtype=np.int64)) if len(self) else np.zeros(1, int)
+        left = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts) if count)
+        return f"Prediction({len(self)} images, mean cost {self.mean_cost:.4g} {self.unit}, left: {left or 'none'})"
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).tolist() for name in ("probs", "predicted", "exits", "costs")}
+        return {**parts, "unit": self.unit}
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A row per image; needs pandas."""
+        import pandas
+
+        columns = {name: np.asarray(getattr(self, name)) for name in ("predicted", "exits", "costs")}
+        confidence = np.asarray(self.probs).max(axis=1, initial=0)
+        return pandas.DataFrame({"predicted": columns["predicted"], "confidence": confidence}).assign(
+            exit=columns["exits"], cost=columns["costs"]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a stream says of one image: probabilities (c,) and the rest, or in their place an error."""
+
+    index: int  # position in the stream
+    probs: Array | None = None
+    exit: int | None = None
+    cost: float | None = None
+    error: str | None = None
+
+    @property
+    def predicted(self) -> int | None:
+        """The most probable class."""
+        return None if self.probs is None else int(self.probs.argmax())
+
+    @property
+    def confidence(self) -> float | None:
+        """Its probability."""
+        return None if self.probs is None else float(self.probs.max())
+
+
+class _Pool(Generic[State]):
+    """Survivors of several batches that wait for a stage."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.ids: list[Array] = []
+        self.waiting = 0
+
+    def add(self, state: State, ids: Array) -> None:
+        if len(ids):
+            self.states.append(state)
+            self.ids.append(ids)
+            self.waiting += len(ids)
+
+    def empty(self, backend: Backend[State]) -> tuple[State, Array]:
+        """Everyone, as one batch."""
+        state = backend.join(self.states) if len(self.states) > 1 else self.states[0]
+        ids = np.concatenate(self.ids)
+        self.states, self.ids, self.waiting = [], [], 0
+        return state, ids
+
+
+class _InOrder:
+    """Answers that come in any order, given out in that of the images."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Answer] = {}
+        self._next = 0
+
+    def add(self, answer: Answer) -> None:
+        self._known[answer.index] = answer
+
+    def ready(self) -> Iterator[Answer]:
+        while self._next in self._known:
+            yield self._known.pop(self._next)
+            self._next += 1
+
+    @property
+    def next(self) -> int:
+        return self._next
+
+
+def stream(
+    backend: Backend[State],
+    policy: Policy,
+    images: Iterable[Any],
+    batch_size: int = 64,
+    window: int | None = None,
+    pooled: bool = True,
+) -> Iterator[Answer]:
+    """Answers in the order of the images, which are taken one by one and run `batch_size` at a time.
+
+    Survivors of a batch wait until a batch of them is full, so that deep stages run on full batches even when few
+    samples come that far. Answers fall at most `window` images behind, which bounds the memory as well. An image that
+    is an `InputError` (of whoever tried to read it), that is of the wrong kind or that the net cannot make sense of
+    becomes an answer with that error. `pooled=False` runs every batch to its end, for comparison.
+    """
+    for name, value in (("batch_size", batch_size), ("window", window)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"`{name}` must be a whole number of at least 1, but got {value!r}")
+    return _stream(backend, policy, images, batch_size, window or _WINDOW * batch_size, pooled)
+
+
+def _stream(
+    backend: Backend[State],
+    policy: Policy,
+    images: Iterable[Any],
+    batch_size: int,
+    window: int,
+    pooled: bool,
+) -> Iterator[Answer]:
+    answers = _InOrder()
+    batch: list[Any] = []
+    batch_ids: list[int] = []
+    pools: list[_Pool[State]] = [_Pool() for _ in range(backend.num_exits)]
+
+    def run(exit: int) -> None:
+        """Everyone who waits for an exit."""
+        state, ids = pools[exit].empty(backend)
+        state, ids, left = step(backend, policy, exit, state, ids)
+        for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
+            said = {"error": _broken(exit)} if broken else {"probs": probs}
+            answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **said))
+        if len(ids):
+            pools[exit + 1].add(state, ids)
+
+    def run_all(at_least: int) -> None:
+        """The batch that has come together, and every pool that holds so many."""
+        if batch:
+            pools[0].add(backend.start(backend.stack(batch)), np.array(batch_ids))
+            batch.clear()
+            batch_ids.clear()
+            run(0)
+        for exit, pool in enumerate(pools):
+            if pool.waiting >= at_least:
+                run(exit)
+
+    kind = None
+    for index, image in enumerate(images):
+        try:
+            kind = _same_kind(backend, image, kind)
+        except InputError as error:
+            answers.add(Answer(index, error=str(error)))
+        else:
+            batch.append(image)
+            batch_ids.append(index)
+        behind = index + 1 - answers.next >= window
+        if behind or len(batch) == batch_size:
+            run_all(1 if behind or not pooled else batch_size)
+        yield from answers.ready()
+    run_all(1)
+    yield from answers.ready()
+
+
+def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
+    """The kind of an image, which must be that of the first."""
+    if isinstance(image, InputError):
+        raise image
+    found = backend.kind(image)
+    if kind is not None and found != kind:
+        raise InputError(f"the images of a stream must all be {kind}, as the first is, but this is {found}")
+    return found

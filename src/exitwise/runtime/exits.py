@@ -1,0 +1,103 @@
+"""A calibrated exit as constants and a few tensor operations: quick on small batches, and ONNX can hold it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from exitwise.calibration import CalibratedExit, Calibration
+
+
+class Said(NamedTuple):
+    """What an exit says: probabilities (n, c), their ensemble's where there is one, and if asked the variance (n,).
+
+    `memory` is what the next exit has to know of this one and those before: nothing, the probabilities, or where the
+    variance is asked for those of every draw (n, S, c).
+    """
+
+    probs: Tensor
+    variance: Tensor | None
+    memory: Tensor | None
+
+
+class RuntimeExit(nn.Module):
+    """What `CalibratedExit` and `ensemble` compute, from features (n, p) and the memory of the exits before."""
+
+    W: Tensor
+    b: Tensor
+    draws: Tensor
+    inverse: Tensor
+    root: Tensor
+
+    def __init__(self, exit: CalibratedExit, share: float | None, variance: bool) -> None:
+        """`share` is this exit's weight among those up to here; None where nothing is ensembled."""
+        super().__init__()
+        self.share = share
+        self.variance = variance
+        self.classes = len(exit.head.weight)
+        self.mode = None if exit.posterior is None else exit.posterior.mode
+        weight, bias = exit.head.weight / exit.temperature, exit.head.bias
+        blocks = [weight.T]
+        shifts = [weight.new_zeros(self.classes) if bias is None else bias / exit.temperature]
+        if exit.posterior is not None and exit.draws is not None:
+            posterior, temperature = exit.posterior, exit.temperature
+            basis = posterior.basis
+            if self.mode == "exact":
+                self.register_buffer("inverse", posterior.inverse)
+                self.register_buffer("root", (posterior.root / temperature).T.contiguous())
+                self.register_buffer("draws", exit.draws)
+            else:  # one number per sample, t = |phi~ basis diag(inverse)^(1/2)|, times draws that are multiplied once
+                basis = basis * posterior.inverse.sqrt()
+                self.register_buffer("draws", exit.draws @ posterior.root.T / temperature)
+            self.offset = float(posterior.offset)
+            p = exit.head.weight.shape[1]
+            blocks.append(basis[:p])
+            shifts.append(basis[p] if len(basis) > p else basis.new_zeros(basis.shape[1]))
+        self.register_buffer("W", torch.cat(blocks, dim=1))  # (p, c) for the logits, (p, q) for the posterior's scale
+        self.register_buffer("b", torch.cat(shifts))
+
+    def forward(self, features: Tensor, memory: Tensor | None) -> Said:
+        if self.mode is None:
+            own = torch.addmm(self.b, features, self.W).softmax(dim=1)
+        else:
+            drawn = self._sampled(features).softmax(dim=2)
+            if self.variance:
+                drawn = self._with(drawn, memory)
+                probs = drawn.mean(dim=1)
+                return Said(probs, _variance(drawn, probs), None if self.share is None else drawn)
+            own = drawn.mean(dim=1)
+        probs = self._with(own, memory)
+        return Said(probs, None, None if self.share is None else probs)
+
+    def _with(self, own: Tensor, memory: Tensor | None) -> Tensor:
+        """The ensemble with the exits before."""
+        return own if self.share is None or memory is None else memory * (1 - self.share) + own * self.share
+
+    def _sampled(self, features: Tensor) -> Tensor:
+        """(n, S, c) logits of every draw, divided by the temperature."""
+        both = torch.addmm(self.b, features, self.W)
+        logits, projected = both[:, : self.classes], both[:, self.classes :]
+        if self.mode == "exact":
+            scale = (projected.square() @ self.inverse + self.offset).sqrt()
+            return logits[:, None] + torch.matmul(scale[:, None] * self.draws, self.root)
+        t = torch.linalg.vector_norm(projected, dim=1)
+        if self.offset:
+            t = (t.square() + self.offset).sqrt()
+        return torch.addcmul(logits[:, None], t[:, None, None], self.draws)
+
+
+def _variance(drawn: Tensor, probs: Tensor) -> Tensor:
+    """(n,) over draws, of the probability of the predicted class."""
+    chosen = probs.argmax(dim=1)[:, None, None].expand(-1, drawn.shape[1], 1)
+    of_class = drawn.gather(2, chosen).squeeze(2)
+    return (of_class - of_class.mean(dim=1, keepdim=True)).square().mean(dim=1)
+
+
+def runtime_exits(calibration: Calibration, variance: bool) -> list[RuntimeExit]:
+    """All exits; with `variance` they also say the variance over draws."""
+    return [RuntimeExit(exit, _share(calibration.weights, k), variance) for k, exit in enumerate(calibration.exits)]
+
+
+def _share(weights: Sequence[float] | None, k: int) -> float | None:
+    return None if weights is None else weights[k] / sum(weights[: k + 1])

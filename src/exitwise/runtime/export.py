@@ -1,0 +1,163 @@
+"""Writes a classifier as an ONNX bundle: a graph per stage, its calibrated exit inside, and a manifest."""
+
+import copy
+import hashlib
+import io
+import logging
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import exitwise
+from exitwise import models
+from exitwise.errors import InputError
+from exitwise.net import Head
+from exitwise.run import creating
+from exitwise.runtime import folding, states
+from exitwise.runtime.bundle import MANIFEST, OPSET, Graph, Manifest
+from exitwise.runtime.classifier import Classifier
+from exitwise.runtime.exits import RuntimeExit
+
+
+class StageGraph(nn.Module):
+    """A stage with its exit, from tensors to tensors: the flattened state, and the memory where there is one."""
+
+    def __init__(self, stage: nn.Module, head: Head, exit: RuntimeExit, structure: Any, last: bool) -> None:
+        super().__init__()
+        self.stage, self.head, self.exit = stage, head, exit
+        self._structure, self._last = structure, last
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        carried = iter(inputs)
+        state = self.stage(states.filled(self._structure, carried))
+        said = self.exit(self.head.features(state), next(carried, None))
+        found = [] if self._last else list(states.tensors(state))
+        found.append(said.probs)
+        if said.variance is not None:
+            found.append(said.variance)
+            found += [] if said.memory is None or self._last else [said.memory]
+        return tuple(found)
+
+
+def export(classifier: Classifier, path: str | Path, example: Any = None, force: bool = False) -> None:
+    """Write the bundle to a new folder; whole or not at all.
+
+    `example` is a batch of images of the shape that it shall take, for a classifier that does not know the shape by its
+    preprocessing or its net's preset.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
+    images = _example(classifier, example)
+    with creating(path, force, MANIFEST, "a bundle") as folder:
+        graphs = _write_graphs(classifier, images, folder)
+        Manifest(
+            graphs=graphs,
+            memory=_memory(classifier),
+            shape=tuple(images.shape[1:]),
+            num_classes=classifier.net.num_classes,
+            policy=classifier.policy,
+            costs=classifier.costs_of(images),
+            classes=classifier.classes,
+            preprocessing=classifier.preprocessing,
+            method=classifier.calibration.method.name,
+            versions={
+                "exitwise": exitwise.__version__,
+                "torch": torch.__version__,
+                "onnx": version("onnx"),
+                "python": platform.python_version(),
+            },
+        ).save(folder)
+
+
+def _example(classifier: Classifier, example: Any) -> Tensor:
+    """A few images; what is in them does not matter."""
+    if example is None:
+        preset = (classifier.net.spec or {}).get("preset")
+        if classifier.preprocessing is not None:
+            shape = classifier.preprocessing.shape
+        elif preset is not None:
+            config = models.config(preset)
+            shape = (int((classifier.net.spec or {}).get("in_channels", config.in_channels)), *config.input_shape[1:])
+        else:
+            raise InputError("exporting needs to know the shape of an image: give some images as `example`")
+        return torch.zeros(3, *shape)
+    if not isinstance(example, Tensor) or not example.is_floating_point() or example.dim() < 2 or not len(example):
+        raise InputError("`example` must be a float tensor of some images (n, ...)")
+    return torch.zeros(3, *example.shape[1:])  # more than one: a batch of one would be taken for a constant
+
+
+def _memory(classifier: Classifier) -> str | None:
+    if classifier.calibration.weights is None:
+        return None
+    return "drawn" if classifier.policy.score == "variance" else "probs"
+
+
+def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple[Graph, ...]:
+    # Plain float32 on the CPU, in memory as ONNX has it; folded, as fewer steps run faster there, too.
+    net = copy.deepcopy(classifier.net).eval().float().cpu()
+    net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    folding.fold(net)
+    exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
+    memory_name = _memory(classifier)
+    state: Any = images
+    inputs, memory = ["image"], None
+    graphs = []
+    for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
+        last = k == len(exits) - 1
+        graph = StageGraph(stage, head, exit, state, last)
+        carried = [*states.tensors(state), *([] if memory is None else [memory])]
+        with torch.no_grad():
+            state = stage(state)
+            said = exit(head.features(state), memory)
+        kept = [] if last else [f"state.{k}.{i}" for i, _ in enumerate(states.tensors(state))]
+        outputs = [*kept, "probs", *([] if said.variance is None else ["variance"])]
+        outputs += ["drawn"] if said.variance is not None and said.memory is not None and not last else []
+        file = folder / f"stage{k}.onnx"
+        _write(graph, carried, file, inputs, [f"{name}.{k}" if name in _SAID else name for name in outputs])
+        graphs.append(Graph(file.name, hashlib.sha256(file.read_bytes()).hexdigest(), tuple(inputs), tuple(outputs)))
+        memory = said.memory
+        inputs = [*kept, *([f"{memory_name}.{k}"] if memory is not None else [])]
+    return tuple(graphs)
+
+
+_SAID = ("probs", "variance", "drawn")
+
+
+def _write(graph: nn.Module, inputs: list[Tensor], file: Path, names: list[str], outputs: list[str]) -> None:
+    batch = torch.export.Dim("batch", min=1)
+    with _quiet():
+        torch.onnx.export(
+            graph.eval(),
+            tuple(inputs),
+            file,
+            input_names=names,
+            output_names=outputs,
+            opset_version=OPSET,
+            dynamic_shapes=(tuple({0: batch} for _ in inputs),),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns and prints about its own affairs."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

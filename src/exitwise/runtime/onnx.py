@@ -1,0 +1,162 @@
+"""The runtime without torch: an ONNX bundle, run by onnxruntime and NumPy."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exitwise.errors import InputError
+from exitwise.policy import Policy
+from exitwise.predictions import Array, ExitPrediction
+from exitwise.runtime import engine
+from exitwise.runtime.bundle import Manifest
+from exitwise.runtime.engine import Answer, Prediction
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+State = tuple[Array, ...]  # what the next graph takes, in the order of its inputs
+
+
+class Session:
+    """A bundle that `Classifier.export` wrote, checked and ready; several threads may share it.
+
+    Images are float32 (n, ...) as the net takes them or, where the bundle knows its preprocessing, bytes
+    (n, channels, height, width). `threads` are onnxruntime's for one call (all cores unless given). `policy` replaces
+    the bundle's own, with thresholds for another budget.
+    """
+
+    def __init__(self, path: str | Path, *, threads: int | None = None, policy: Policy | None = None) -> None:
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise InputError(f"`threads` must be a whole number of at least 1, but got {threads!r}")
+        folder = Path(path)
+        self.manifest = Manifest.load(folder)
+        self.policy = self._checked(policy) if policy is not None else self.manifest.policy
+        self.costs = self.manifest.costs
+        if policy is not None and policy.costs is not None:
+            self.costs = type(self.costs)(policy.costs, policy.unit)
+        elif self.policy.unit != self.costs.unit:
+            raise InputError(f"`policy` is in {self.policy.unit}, but the bundle's costs are in {self.costs.unit}")
+        graphs = [self.manifest.read_graph(folder, exit) for exit in range(len(self.manifest.graphs))]
+        self._sessions = [
+            _session(graph, threads, folder / about.file)
+            for graph, about in zip(graphs, self.manifest.graphs, strict=True)
+        ]
+        for session, about in zip(self._sessions, self.manifest.graphs, strict=True):
+            given = {each.name for each in session.get_inputs()}
+            if not given <= set(about.inputs) or len(session.get_outputs()) != len(about.outputs):
+                raise InputError(f"{folder / about.file} does not take and give what the manifest says")
+
+    def _checked(self, policy: Policy) -> Policy:
+        own = self.manifest.policy
+        if not isinstance(policy, Policy) or len(policy.thresholds) != len(own.thresholds):
+            raise InputError(f"`policy` must be a Policy with {len(own.thresholds)} thresholds, but got {policy!r}")
+        if (policy.score == "variance") != (own.score == "variance"):
+            raise InputError(
+                f"`policy` is on {policy.score}, but the graphs were exported for {own.score}: export again"
+            )
+        return policy
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self.manifest.classes
+
+    def __call__(self, images: Any) -> Prediction:
+        """Run stage by stage, letting samples go, until nobody is left."""
+        return Prediction(*engine.classify(OnnxBackend(self), self.policy, images), self.policy.unit)
+
+    def stream(
+        self, images: Iterable[Any], batch_size: int = 64, window: int | None = None, pooled: bool = True
+    ) -> Iterator[Answer]:
+        """Answers for single images, in their order, from any iterable; see `Classifier.stream`."""
+        return engine.stream(OnnxBackend(self), self.policy, images, batch_size, window, pooled)
+
+    def __repr__(self) -> str:
+        return f"Session({len(self._sessions)} exits, {self.manifest.num_classes} classes, {self.manifest.method!r})"
+
+
+class OnnxBackend:
+    """Runs a session's graphs, for the engine."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._manifest = session.manifest
+
+    @property
+    def num_exits(self) -> int:
+        return len(self._manifest.graphs)
+
+    @property
+    def num_classes(self) -> int:
+        return self._manifest.num_classes
+
+    @property
+    def costs(self) -> Sequence[float]:
+        return self._session.costs.values
+
+    def start(self, images: Any) -> State:
+        images = np.asarray(images)
+        if images.ndim == 0 or images.shape[1:] != self._manifest.shape:
+            expected = ", ".join(map(str, self._manifest.shape))
+            raise InputError(f"`images` must have shape (n, {expected}), but have {images.shape}")
+        return (self._floats(images),)
+
+    def _floats(self, images: Array) -> Array:
+        if images.dtype == np.uint8:
+            if self._manifest.preprocessing is None:
+                raise InputError("the bundle does not say how bytes are normalised: give floats")
+            return self._manifest.preprocessing.normalize(images)
+        if not np.issubdtype(images.dtype, np.floating):
+            raise InputError(f"`images` must be floats or bytes, but are {images.dtype}")
+        return np.ascontiguousarray(images, dtype=np.float32)
+
+    def stack(self, images: Sequence[Any]) -> Array:
+        return np.stack([np.asarray(image) for image in images])
+
+    def kind(self, image: Any) -> str:
+        try:
+            found = np.asarray(image)
+        except (TypeError, ValueError):
+            found = np.empty(0, dtype=object)
+        if found.shape != self._manifest.shape:
+            raise InputError(f"an image must have shape {self._manifest.shape}, but has {found.shape}")
+        self._floats(found[:0])
+        return f"{found.dtype} {found.shape}"
+
+    def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
+        session, graph = self._session._sessions[exit], self._manifest.graphs[exit]
+        feeds = dict(zip(graph.inputs, state, strict=True))
+        found = session.run(None, {each.name: feeds[each.name] for each in session.get_inputs()})
+        said = dict(zip(graph.outputs, found, strict=True))
+        kept = tuple(value for name, value in said.items() if name.startswith("state."))
+        if self._manifest.memory is not None and exit < self.num_exits - 1:
+            kept = (*kept, said[self._manifest.memory])
+        return kept, ExitPrediction.from_probs(said["probs"], said.get("variance"))
+
+    def take(self, state: State, rows: Array) -> State:
+        return tuple(array[rows] for array in state)
+
+    def join(self, states: Sequence[State]) -> State:
+        return tuple(np.concatenate(arrays) for arrays in zip(*states, strict=True))
+
+    def length(self, state: State) -> int:
+        return len(state[0])
+
+
+def _session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":
+    try:
+        import onnxruntime
+    except ImportError:
+        raise InputError("running a bundle needs onnxruntime: pip install onnxruntime") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    options.inter_op_num_threads = 1
+    # Each graph has threads of its own: those of the others must not burn a core while they wait for their turn.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no other class
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} cannot be run by onnxruntime {onnxruntime.__version__}: {reason}") from None

@@ -1,0 +1,44 @@
+"""What stages hand on: a tensor, or nested lists, tuples and dicts of tensors, every one of them per sample."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from exitwise.errors import InputError
+
+
+def mapped(function: Callable[..., Tensor], *states: Any) -> Any:
+    """A state of the same structure with `function` of the tensors in the same place; what is no tensor stays."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return function(*states)
+    if isinstance(first, dict):
+        return {key: mapped(function, *(state[key] for state in states)) for key in first}
+    if isinstance(first, list | tuple):
+        parts = [mapped(function, *parts) for parts in zip(*states, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
+
+
+def tensors(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state, in order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from tensors(part)
+
+
+def filled(state: Any, new: Iterator[Tensor]) -> Any:
+    """A state of the same structure with other tensors."""
+    return mapped(lambda _: next(new), state)
+
+
+def length(state: Any, name: str = "a state") -> int:
+    """How many samples it has; every tensor must have as many."""
+    found = {len(tensor) if tensor.dim() else -1 for tensor in tensors(state)}
+    if len(found) != 1 or found == {-1}:
+        shapes = [tuple(tensor.shape) for tensor in tensors(state)]
+        raise InputError(f"{name} must hold tensors with one entry per sample first, but holds {shapes}")
+    return found.pop()
