@@ -151,11 +151,11 @@ class TestSweep:
         first = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5]
         second = [0.5, 0.5, 0.6, 0.9, 0.8, 0.7]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
-        assert policy == ew.Policy((0.8, 0.8, -inf), cost=3.0, q=1.0)
+        assert policy == ew.Policy((0.8, 0.8, -inf), cost=3.0, q=1.0, costs=(1, 2, 6))
         # A tie at the threshold takes everyone along, and then the second exit has too few left for its share.
         first = [0.9, 0.8, 0.8, 0.8, 0.8, 0.5]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
-        assert policy == ew.Policy((0.8, inf, -inf), cost=(5 * 1 + 6) / 6, q=1.0)
+        assert policy == ew.Policy((0.8, inf, -inf), cost=(5 * 1 + 6) / 6, q=1.0, costs=(1, 2, 6))
 
     def test_shares_below_one_sample_let_nobody_leave(self) -> None:
         policies = ew.sweep(random_probs(0, 3, 1, 4), costs=[1, 2, 6])

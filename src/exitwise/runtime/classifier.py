@@ -99,9 +99,9 @@ class Classifier(nn.Module):
     ) -> Iterator[Answer]:
         """Answers for single images, in their order, from any iterable; deep stages run on full batches.
 
-        Survivors of a batch wait until `batch_size` of them have come together; answers fall at most `window` images
-        behind (64 batches unless given), which bounds the memory. What cannot be classified becomes an `Answer` with an
-        `error`: never an exception, never a gap. `pooled=False` runs every batch to its end.
+        Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together. Answers fall at
+        most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
+        becomes an `Answer` with an `error`: never an exception, never a gap. `pooled=False` runs every batch to its end.
         """
         return engine.stream(TorchBackend(self), self.policy, images, batch_size, window, pooled)
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 State = TypeVar("State")
 
-_WINDOW = 64  # batches: how far the answers of a stream may fall behind its inputs, unless told otherwise
+_FULL = 64  # samples that a stream's deep stages wait for, unless its batches are larger
+_WINDOW = 64  # times as many is how far its answers may fall behind, unless told otherwise
 
 
 class Backend(Protocol[State]):
@@ -195,11 +196,18 @@ class _Pool(Generic[State]):
             self.ids.append(ids)
             self.waiting += len(ids)
 
-    def empty(self, backend: Backend[State]) -> tuple[State, Array]:
-        """Everyone, as one batch."""
+    def take(self, backend: Backend[State], most: int) -> tuple[State, Array]:
+        """The first of them as one batch. What is beyond stays, so that full batches are all of one size.
+
+        Convolutions are prepared anew for every size of batch: on a CPU that costs more than many a stage.
+        """
         state = backend.join(self.states) if len(self.states) > 1 else self.states[0]
         ids = np.concatenate(self.ids)
         self.states, self.ids, self.waiting = [], [], 0
+        if len(ids) > most:
+            here, later = np.split(np.arange(len(ids)), [most])
+            self.add(backend.take(state, later), ids[later])
+            state, ids = backend.take(state, here), ids[here]
         return state, ids
 
 
@@ -233,15 +241,15 @@ def stream(
 ) -> Iterator[Answer]:
     """Answers in the order of the images, which are taken one by one and run `batch_size` at a time.
 
-    Survivors of a batch wait until a batch of them is full, so that deep stages run on full batches even when few
-    samples come that far. Answers fall at most `window` images behind, which bounds the memory as well. An image that
+    Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together, so that deep stages
+    run on full batches even when few samples come that far. Answers fall at most `window` images behind, which bounds the memory as well. An image that
     is an `InputError` (of whoever tried to read it), that is of the wrong kind or that the net cannot make sense of
     becomes an answer with that error. `pooled=False` runs every batch to its end, for comparison.
     """
     for name, value in (("batch_size", batch_size), ("window", window)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"`{name}` must be a whole number of at least 1, but got {value!r}")
-    return _stream(backend, policy, images, batch_size, window or _WINDOW * batch_size, pooled)
+    return _stream(backend, policy, images, batch_size, window or _WINDOW * max(batch_size, _FULL), pooled)
 
 
 def _stream(
@@ -253,13 +261,14 @@ def _stream(
     pooled: bool,
 ) -> Iterator[Answer]:
     answers = _InOrder()
+    full = max(batch_size, _FULL)  # in the pools
     batch: list[Any] = []
     batch_ids: list[int] = []
     pools: list[_Pool[State]] = [_Pool() for _ in range(backend.num_exits)]
 
     def run(exit: int) -> None:
-        """Everyone who waits for an exit."""
-        state, ids = pools[exit].empty(backend)
+        """A batch of those who wait for an exit."""
+        state, ids = pools[exit].take(backend, full)
         state, ids, left = step(backend, policy, exit, state, ids)
         for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
             said = {"error": _broken(exit)} if broken else {"probs": probs}
@@ -275,7 +284,7 @@ def _stream(
             batch_ids.clear()
             run(0)
         for exit, pool in enumerate(pools):
-            if pool.waiting >= at_least:
+            while pool.waiting >= at_least:
                 run(exit)
 
     kind = None
@@ -289,7 +298,7 @@ def _stream(
             batch_ids.append(index)
         behind = index + 1 - answers.next >= window
         if behind or len(batch) == batch_size:
-            run_all(1 if behind or not pooled else batch_size)
+            run_all(1 if behind or not pooled else full)
         yield from answers.ready()
     run_all(1)
     yield from answers.ready()
