@@ -101,7 +101,7 @@ class Classifier(nn.Module):
 
         Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together. Answers fall at
         most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
-        becomes an `Answer` with an `error`: never an exception, never a gap. `pooled=False` runs every batch to its end.
+        becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end.
         """
         return engine.stream(TorchBackend(self), self.policy, images, batch_size, window, pooled)
 
