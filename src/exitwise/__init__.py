@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from exitwise.policy import fit_policy as fit_policy
     from exitwise.policy import sweep as sweep
     from exitwise.predictions import Predictions as Predictions
+    from exitwise.preprocessing import Preprocessing as Preprocessing
     from exitwise.recipes import RECIPES as RECIPES
     from exitwise.recipes import Recipe as Recipe
     from exitwise.runtime.classifier import Classifier as Classifier
     from exitwise.runtime.engine import Answer as Answer
     from exitwise.runtime.engine import Prediction as Prediction
-    from exitwise.runtime.preprocessing import Preprocessing as Preprocessing
     from exitwise.tables import Table as Table
     from exitwise.tables import ablation as ablation
     from exitwise.tables import decision_experiment as decision_experiment
@@ -65,7 +65,7 @@ _HOMES = {
     "Policy": "policy",
     "Prediction": "runtime.engine",
     "Predictions": "predictions",
-    "Preprocessing": "runtime.preprocessing",
+    "Preprocessing": "preprocessing",
     "Recipe": "recipes",
     "Split": "trace",
     "Table": "tables",

@@ -13,12 +13,12 @@ from rich.markup import escape
 
 import exitwise
 from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, train
+from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
-from exitwise.methods import OURS, SAMPLES, VANILLA, Method, method_named
+from exitwise.methods import OURS, SAMPLES, VANILLA, method_named
 
 if TYPE_CHECKING:
-    from exitwise.calibration import Calibration
     from exitwise.run import Run
     from exitwise.trace import Trace
     from exitwise.tune import Tuner
@@ -93,8 +93,8 @@ def _options(
     del version
 
 
-app.command()(train)
-app.command()(collect)
+for command in (train, collect, predict, bench, export):
+    app.command()(command)
 
 
 @app.command()
@@ -195,33 +195,30 @@ def evaluate(
     opened, trace, tuner = _open(run)
     if trace.test is None:
         raise InputError(f"the trace of {run} has no test split to evaluate on")
-    asked = commands.parse_budget(budget, trace.costs)
-    check_request(trace.costs, asked, strategy, score)
+    costs = commands.costs_for(budget, opened, trace)
+    asked = commands.parse_budget(budget, costs)
+    check_request(costs, asked, strategy, score)
     if score == "variance" and not chosen.laplace:
         raise InputError("`score` 'variance' needs draws: choose a method with Laplace")
     found = {}
     for each in dict.fromkeys((method_named(VANILLA), chosen)):
-        calibration = _calibration(opened, tuner, each)
+        calibration = commands.calibration_of(opened, tuner, each)
         usable = "confidence" if score == "variance" and each != chosen else score  # vanilla has no draws
-        policy = fit_policy(
-            calibration.predict(trace.val), costs=trace.costs, budget=asked, strategy=strategy, score=usable
-        )
-        result = evaluate_policy(
-            calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs
-        )
+        policy = fit_policy(calibration.predict(trace.val), costs=costs, budget=asked, strategy=strategy, score=usable)
+        result = evaluate_policy(calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=costs)
         found[each.name] = (policy, result)
     policy, result = found[chosen.name]
     for other in against or []:
-        name, pair = commands.at_budget(Run(other), asked, trace.costs.unit)
+        name, pair = commands.at_budget(Run(other), asked, costs.unit)
         found[name] = pair
     opened.save_policy(policy)
     report = {name: {"policy": made.to_dict(), "evaluation": got.to_dict()} for name, (made, got) in found.items()}
-    opened.add_results(evaluation={"budget": asked, "unit": trace.costs.unit, "method": chosen.name, "methods": report})
+    opened.add_results(evaluation={"budget": asked, "unit": costs.unit, "method": chosen.name, "methods": report})
     if as_json:
-        return print_json(budget=asked, unit=trace.costs.unit, method=chosen.name, methods=report)
+        return print_json(budget=asked, unit=costs.unit, method=chosen.name, methods=report)
     out = show.console()
-    out.print(show.evaluation(found, asked, trace.costs.unit))
-    out.print(show.exits(policy, result, trace.costs.values, trace.costs.unit))
+    out.print(show.evaluation(found, asked, costs.unit))
+    out.print(show.exits(policy, result, costs.values, costs.unit))
     return None
 
 
@@ -320,18 +317,6 @@ def _open(
     opened = Run(run)
     trace = opened.trace()
     return opened, trace, Tuner(trace, samples, seed, mode, search=search)  # type: ignore[arg-type]
-
-
-def _calibration(run: "Run", tuner: "Tuner", method: Method) -> "Calibration":
-    """The run's saved calibration by a method, or a new one, saved."""
-    known = run.calibration(method)
-    if known is not None and not known.belongs_to(tuner.trace):
-        raise InputError(f"{run.calibration_file(method)} is of another net than the run's trace: calibrate again")
-    if known is None:
-        known = tuner.calibrate(method)
-        known.save(run.calibration_file(method))
-        print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
-    return known
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from exitwise import checkpoint, data, models
+from exitwise.calibration import Calibration
 from exitwise.collector import Progress, collect
 from exitwise.cost import macs
 from exitwise.costs import Costs
@@ -18,7 +19,7 @@ from exitwise.errors import InputError
 from exitwise.evaluation import Evaluation, evaluate
 from exitwise.files import write_json
 from exitwise.machine import Machine
-from exitwise.methods import VANILLA
+from exitwise.methods import VANILLA, Method
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy, fit_policy
 from exitwise.processes import rank
@@ -45,6 +46,23 @@ def parse_budget(text: str, costs: Costs) -> float:
     if unit != costs.unit:
         raise InputError(f"`--budget` {text} is in {unit}, but the costs of this run are in {costs.unit}")
     return value
+
+
+def costs_for(budget: str, run: Run, trace: Trace) -> Costs:
+    """What exits cost, in the unit of a budget: MACs from the trace, or milliseconds as `exitwise bench` measured."""
+    return run.measured_costs() if budget.strip().lower().endswith("ms") else trace.costs
+
+
+def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:
+    """The run's saved calibration by a method, or a new one, saved."""
+    known = run.calibration(method)
+    if known is not None and not known.belongs_to(tuner.trace):
+        raise InputError(f"{run.calibration_file(method)} is of another net than the run's trace: calibrate again")
+    if known is None:
+        known = tuner.calibrate(method)
+        known.save(run.calibration_file(method))
+        print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
+    return known
 
 
 def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Evaluation]]:

@@ -160,7 +160,7 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
         # q = p / 20 in whole numbers, so that a share of exactly 30 samples is not 29 for rounding
         weights = [p**k * 20 ** (len(table) - k) for k in range(1, len(table) + 1)]
         counts = np.array([table.shape[1] * weight // sum(weights) for weight in weights])
-        policy = Policy(_thresholds(table, counts, midway=False), score, costs_.unit, q=p / 20)
+        policy = Policy(thresholds_for(table, counts, midway=False), score, costs_.unit, q=p / 20)
         policies.append(_with_cost(policy, table, costs_))
     return policies
 
@@ -188,7 +188,7 @@ def fit_policy(
     def policy(log_q: float) -> Policy:
         shares = geometric_shares(float(np.exp(log_q)), len(table))
         counts = np.floor(table.shape[1] * shares + 1e-9)  # a share of 1/4 means a quarter, whatever it rounds to
-        thresholds = _thresholds(table, counts, midway=True)
+        thresholds = thresholds_for(table, counts, midway=True)
         made = Policy(thresholds, score, costs_.unit, budget=float(budget), q=float(np.exp(log_q)))
         return _with_cost(made, table, costs_)
 
@@ -223,8 +223,11 @@ def check_request(costs: Costs | Sequence[float], budget: float, strategy: str, 
         )
 
 
-def _thresholds(scores: Array, counts: Array, midway: bool) -> tuple[float, ...]:
-    """Thresholds that let `counts` (K,) samples leave at each exit; ties at a threshold all leave."""
+def thresholds_for(scores: Array, counts: Array, midway: bool) -> tuple[float, ...]:
+    """Thresholds on scores (K, n) that let `counts` (K,) samples leave at each exit; ties at a threshold all leave.
+
+    `midway` puts them between neighbouring scores instead of on one.
+    """
     here = np.arange(scores.shape[1])
     thresholds = []
     for k in range(len(scores) - 1):

@@ -14,6 +14,7 @@ import torch
 import exitwise
 from exitwise import tensorfiles
 from exitwise.calibration import Calibration
+from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.methods import Method
@@ -88,8 +89,27 @@ class Run:
     def forget(self) -> None:
         """Remove what was made from an earlier trace."""
         shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
-        for name in ("policy.json", "results.json"):
+        for name in ("policy.json", "results.json", "bench.json"):
             (self.directory / name).unlink(missing_ok=True)
+
+    @property
+    def bench_file(self) -> Path:
+        return self.directory / "bench.json"
+
+    def measured_costs(self) -> Costs:
+        """Milliseconds up to each exit, as `exitwise bench` measured them on a machine."""
+        if not self.bench_file.is_file():
+            place = self.directory
+            raise InputError(f"{place} has no times yet: run `exitwise bench {place}` on the machine that it is for")
+        try:
+            return Costs(tuple(read_json(self.bench_file)["costs"]["values"]), "ms")
+        except (KeyError, TypeError, InputError) as error:
+            raise InputError(f"{self.bench_file} holds no usable costs ({error}): measure again") from None
+
+    def policy(self) -> Policy | None:
+        """The policy of the last evaluation, if there was one."""
+        file = self.directory / "policy.json"
+        return Policy.load(file) if file.is_file() else None
 
     def save_policy(self, policy: Policy) -> None:
         policy.save(self.directory / "policy.json")

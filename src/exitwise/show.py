@@ -1,6 +1,6 @@
 """What the command prints for people: tables and sentences, from the library's results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -9,9 +9,12 @@ from rich.text import Text
 
 from exitwise.calibration import Calibration
 from exitwise.cost import ExitCost
+from exitwise.costs import Costs
 from exitwise.evaluation import Evaluation
 from exitwise.methods import OURS, VANILLA
 from exitwise.policy import Policy
+from exitwise.runtime.bench import VANILLA as VANILLA_NET
+from exitwise.runtime.bench import Bench
 from exitwise.tables import Table, TableRow
 from exitwise.tune import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
 
@@ -219,3 +222,45 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
             cells.append(f"{value / 1e6:.2f}  {value / row.vanilla - 1:+.1%}")
         table.add_row(str(row.exit + 1), f"{row.parameters / 1e6:.2f} M", *cells)
     return table
+
+
+def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
+    """Times of every contender, then the stage costs that budgets in milliseconds use."""
+    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
+    table = _table(
+        f"\nMilliseconds per image, {threads}, medians of {found.repeats} interleaved rounds",
+        "\nPredicted: times of full-batch stages for the samples that each stage saw, the bound for stopping early.\n"
+        "Reached: the part of that speed that became real. Speed-up: against the plain net on the same backend.\n"
+        "Vanilla is the plain net to its end, full the calibrated one with all its exits.",
+    )
+    for name in ("batch", "backend", "budget"):
+        table.add_column(name, justify="right" if name == "batch" else "left")
+    for name in ("predicted", "measured", "reached", "speed-up", "by MACs"):
+        table.add_column(name, justify="right")
+    before: tuple[int, str] | None = None
+    for row in found.timings:
+        here = (row.batch_size, row.backend)
+        lead = [str(row.batch_size), row.backend] if here != before else ["", ""]
+        before = here
+        speedup = Text(f"{row.speedup:.2f}x", style="" if row.variant == VANILLA_NET else _quicker(row.speedup))
+        table.add_row(
+            *lead,
+            row.variant,
+            "" if row.bound_ms is None else f"{row.bound_ms:.3f}",
+            f"{row.ms:.3f}",
+            "" if row.reached is None else f"{row.reached:.0%}",
+            speedup,
+            "" if row.mac_speedup is None else f"{row.mac_speedup:.2f}x",
+        )
+    yield table
+    stages = _table(f"\nCost up to each exit ({costs_of}), kept for budgets in ms")
+    for name in ("exit", "ms", "% of all", "MACs", "% of all"):
+        stages.add_column(name, justify="right")
+    for k, (ms, count) in enumerate(zip(costs.values, macs.values, strict=True), start=1):
+        share = [f"{100 * value / all_[-1]:.1f}" for value, all_ in ((ms, costs.values), (count, macs.values))]
+        stages.add_row(str(k), f"{ms:.3f}", share[0], amount(count), share[1])
+    yield stages
+
+
+def _quicker(speedup: float) -> str:
+    return "green" if speedup > 1 else "red"

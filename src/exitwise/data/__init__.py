@@ -11,6 +11,7 @@ from exitwise.data.batches import Batches, Shuffled
 from exitwise.data.holdout import HoldOut, Splits
 from exitwise.data.images import Augmentation, ImageSet, Pictures
 from exitwise.errors import InputError
+from exitwise.preprocessing import Preprocessing
 
 __all__ = [
     "DATA_SETS",
@@ -39,6 +40,14 @@ class DataSet:
     val_size: int | float  # a number of train pictures, or a share of them
     test_size: int | float = 0  # where it has no test set of its own
     archives: Sequence[Archive] = ()
+    size: int | None = None  # of its pictures; None for files, which are scaled to what the net takes
+    mean: tuple[float, ...] = folders.MEAN
+    std: tuple[float, ...] = folders.STD
+
+    def preprocessing(self, net_size: int) -> Preprocessing:
+        """How any picture becomes one like those of the data set."""
+        margin = folders.MARGIN if self.size is None else 1.0
+        return Preprocessing(self.size or net_size, self.mean, self.std, margin)
 
 
 def _rooted(read: Callable[[Path, int], Loaded], name: str) -> Callable[[Path | None, int], Loaded]:
@@ -59,6 +68,9 @@ DATA_SETS: Mapping[str, DataSet] = {
         recipe="cifar100",
         val_size=5000,
         archives=(cifar.CIFAR100.archive,),
+        size=32,
+        mean=cifar.CIFAR100.mean,
+        std=cifar.CIFAR100.std,
     ),
     "cifar10": DataSet(
         read=_rooted(lambda root, _: cifar.load(cifar.CIFAR10, root), "cifar10"),
@@ -66,6 +78,9 @@ DATA_SETS: Mapping[str, DataSet] = {
         recipe="cifar100",
         val_size=5000,
         archives=(cifar.CIFAR10.archive,),
+        size=32,
+        mean=cifar.CIFAR10.mean,
+        std=cifar.CIFAR10.std,
     ),
     "fashion-mnist": DataSet(
         read=lambda root, _: fashion.load(root),
@@ -73,6 +88,9 @@ DATA_SETS: Mapping[str, DataSet] = {
         recipe="fashion-mnist",
         val_size=5000,
         archives=fashion.ARCHIVES,
+        size=28,
+        mean=fashion.MEAN,
+        std=fashion.STD,
     ),
     "imagenet": DataSet(
         read=_rooted(folders.imagenet, "imagenet"), model="imagenet-small", recipe="imagenet", val_size=50_000
@@ -86,7 +104,14 @@ DATA_SETS: Mapping[str, DataSet] = {
         archives=(folders.CALTECH256,),
     ),
     "digits": DataSet(
-        read=lambda root, size: (digits.load(), None), model="tiny-8", recipe="digits", val_size=297, test_size=500
+        read=lambda root, size: (digits.load(), None),
+        model="tiny-8",
+        recipe="digits",
+        val_size=297,
+        test_size=500,
+        size=8,
+        mean=digits.MEAN,
+        std=digits.STD,
     ),
 }
 

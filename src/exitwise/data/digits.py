@@ -6,6 +6,8 @@ import torch
 from exitwise.data.images import ImageSet
 from exitwise.errors import InputError
 
+MEAN, STD = (0.3053,), (0.3760,)
+
 
 def load() -> ImageSet:
     """All of them: the data set has no test set of its own."""
@@ -17,4 +19,4 @@ def load() -> ImageSet:
     pixels = torch.from_numpy(np.rint(found.images * (255 / 16)).astype(np.uint8))[:, None]
     labels = torch.from_numpy(found.target.astype(np.int64))
     classes = tuple(str(name) for name in found.target_names)
-    return ImageSet(pixels, labels, torch.arange(len(labels)), classes, mean=(0.3053,), std=(0.3760,))
+    return ImageSet(pixels, labels, torch.arange(len(labels)), classes, MEAN, STD)

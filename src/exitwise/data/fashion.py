@@ -13,6 +13,7 @@ from exitwise.errors import InputError
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
 
+MEAN, STD = (0.2860,), (0.3530,)
 _CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
@@ -55,7 +56,7 @@ def _set(place: Path, part: str) -> ImageSet:
         raise InputError(f"{place}: {part} labels must be 0..{len(_CLASSES) - 1}, but go up to {labels.max()}")
     known = torch.from_numpy(labels.astype(np.int64))
     images = torch.from_numpy(pixels.copy())[:, None]
-    return ImageSet(images, known, torch.arange(len(known)), _CLASSES, mean=(0.2860,), std=(0.3530,))
+    return ImageSet(images, known, torch.arange(len(known)), _CLASSES, MEAN, STD)
 
 
 def _idx(place: Path, name: str, dimensions: int) -> np.ndarray:

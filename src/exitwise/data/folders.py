@@ -15,17 +15,18 @@ from torch import Tensor
 from exitwise.data.archives import Archive, missing
 from exitwise.data.images import Augmentation, hashes
 from exitwise.errors import InputError
+from exitwise.preprocessing import Preprocessing
 
 _log = logging.getLogger(__name__)
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 CALTECH256 = Archive(
     "256_ObjectCategories.tar",
     "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
     "67b4f42ca05d46448c6bb8ecd2220f6d",
 )
-_MARGIN = 256 / 224  # the short side, before the centre of it is cut out
+MARGIN = 256 / 224  # the short side, before the centre of it is cut out
 _ELONGATED = 16  # times as long as wide: beyond, the centre is cut out first
 
 
@@ -39,8 +40,8 @@ class FileSet:
     index: Tensor
     classes: tuple[str, ...]
     size: int
-    mean: tuple[float, ...] = _MEAN
-    std: tuple[float, ...] = _STD
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,7 +93,7 @@ def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileS
     files, labels, skipped = [], [], 0
     for label, name in enumerate(names):
         inside = sorted(path for path in (root / name).rglob("*") if path.is_file())
-        pictures = [path for path in inside if path.suffix.lower() in _SUFFIXES]
+        pictures = [path for path in inside if path.suffix.lower() in SUFFIXES]
         if not pictures:
             raise InputError(f"{root / name} is a class folder without pictures: fill or remove it")
         skipped += len(inside) - len(pictures)
@@ -140,10 +141,9 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     from PIL import Image
 
     try:
-        with Image.open(path) as file:
-            image = _rgb(file)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for damage
-        raise InputError(f"{path} cannot be read as a picture ({error}); --skip-unreadable leaves such out") from None
+        image = _opened(path)
+    except InputError as error:
+        raise InputError(f"{error}; --skip-unreadable leaves such out") from None
     if augmentation is None or draws is None:
         return np.asarray(_centre(image, size))
     bilinear = Image.Resampling.BILINEAR
@@ -160,6 +160,26 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     return np.asarray(image)
 
 
+def picture(path: Path, preprocessing: Preprocessing) -> np.ndarray:
+    """One picture (channels, size, size) uint8, as a net that was trained on such pictures wants to see it."""
+    image = _opened(path)
+    image = image.convert("L") if len(preprocessing.mean) == 1 else image
+    pixels = np.asarray(_centre(image, preprocessing.size, preprocessing.margin))
+    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+
+
+def _opened(path: Path) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
+    """A picture file as RGB."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            return _rgb(file)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for damage
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(f"{path} cannot be read as a picture ({reason})") from None
+
+
 def _rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
     """Any kind of picture as RGB; transparency is left out."""
     from PIL import Image
@@ -173,11 +193,11 @@ def _rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-defined]  #
     return file.convert("RGB")
 
 
-def _centre(image: "Image.Image", size: int) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """The short side to 256/224 of the size, then the centre."""
+def _centre(image: "Image.Image", size: int, margin: float = MARGIN) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
+    """The short side to `margin` times the size, then the centre."""
     from PIL import Image
 
-    short = round(size * _MARGIN)
+    short = round(size * margin)
     width, height = (short * side // min(image.size) for side in image.size)
     left, top = (round((side - size) / 2) for side in (width, height))
     if max(width, height) > _ELONGATED * short:  # the same centre alone, up to rounding: all of it may take gigabytes
@@ -203,7 +223,7 @@ def _part(width: int, height: int, draws: list[float]) -> tuple[float, float, fl
 
 def _problem(path: Path, size: int) -> str | None:
     try:
-        decode(path, size, None, None)
+        _centre(_opened(path), size)
     except InputError as error:
-        return str(error).removesuffix("; --skip-unreadable leaves such out")
+        return str(error)
     return None

@@ -10,7 +10,7 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.policy import Policy
-from exitwise.runtime.preprocessing import Preprocessing
+from exitwise.preprocessing import Preprocessing
 
 FORMAT, VERSION = "exitwise.bundle", 1
 MANIFEST = "manifest.json"

@@ -20,10 +20,10 @@ from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction
+from exitwise.preprocessing import Preprocessing
 from exitwise.runtime import engine, folding, states
 from exitwise.runtime.engine import Answer, Prediction
 from exitwise.runtime.exits import runtime_exits
-from exitwise.runtime.preprocessing import Preprocessing
 
 FORMAT, VERSION = "exitwise.classifier", 1
 
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         self.classes = None if classes is None else tuple(classes)
         self.preprocessing = preprocessing
         self.optimized = False
-        self._costs = _known_costs(costs, policy)
+        self.costs = _known_costs(costs, policy)
         self._counted: Sequence[MultiExitNet] = (net,)  # whose MACs are counted; in a tuple, so that it is no submodule
         self._evaluating = _Evaluating(net)
 
@@ -112,7 +112,7 @@ class Classifier(nn.Module):
         on a threshold may leave at another exit.
         """
         if not self.optimized:
-            if self._costs is None:
+            if self.costs is None:
                 self._counted = (copy.deepcopy(self.net).to("meta"),)
             self.net, self.optimized = folding.for_cpu(self.net), True
             self._evaluating = _Evaluating(self.net)
@@ -120,15 +120,15 @@ class Classifier(nn.Module):
 
     def costs_of(self, images: Any) -> Costs:
         """What leaving at each exit costs; MACs are counted for images of this shape where nothing else is known."""
-        if self._costs is None:
+        if self.costs is None:
             one = states.mapped(
                 lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), images
             )
             try:
-                self._costs = Costs.of(macs(self._counted[0], example_inputs=one))
+                self.costs = Costs.of(macs(self._counted[0], example_inputs=one))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
-        return self._costs
+        return self.costs
 
     def save(self, path: str | Path) -> None:
         """Everything in one file: weights, calibration, policy, classes, preprocessing."""
@@ -140,7 +140,7 @@ class Classifier(nn.Module):
             "model": self.net.spec,
             "calibration": about,
             "policy": self.policy.to_dict(),
-            "costs": None if self._costs is None else list(self._costs.values),
+            "costs": None if self.costs is None else list(self.costs.values),
             "classes": None if self.classes is None else list(self.classes),
             "preprocessing": None if self.preprocessing is None else self.preprocessing.to_dict(),
             "optimized": self.optimized,

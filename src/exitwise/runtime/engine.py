@@ -243,8 +243,8 @@ def stream(
 
     Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together, so that deep stages
     run on full batches even when few samples come that far. Answers fall at most `window` images behind, which bounds
-    the memory as well. An image that is an `InputError` (of whoever tried to read it), that is of the wrong kind or that
-    the net cannot make sense of becomes an answer with that error. `pooled=False` runs every batch to its end.
+    the memory as well. An image that is an `InputError` (of whoever tried to read it), that is of the wrong kind or
+    that the net cannot make sense of becomes an answer with that error. `pooled=False` runs every batch to its end.
     """
     for name, value in (("batch_size", batch_size), ("window", window)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import exitwise
 from exitwise import models
 from exitwise.errors import InputError
-from exitwise.net import Head
+from exitwise.net import Head, MultiExitNet
 from exitwise.run import creating
 from exitwise.runtime import folding, states
 from exitwise.runtime.bundle import MANIFEST, OPSET, Graph, Manifest
@@ -79,6 +79,26 @@ def export(classifier: Classifier, path: str | Path, example: Any = None, force:
         ).save(folder)
 
 
+class _Plain(nn.Module):
+    """The net to its last exit, with no look at the others."""
+
+    def __init__(self, net: MultiExitNet) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: Tensor) -> Tensor:
+        state: Any = image
+        for stage in self.net.stages:
+            state = stage(state)
+        logits: Tensor = self.net.exits[-1](state)
+        return logits.softmax(dim=1)
+
+
+def export_plain(net: MultiExitNet, example: Tensor, file: Path) -> None:
+    """The plain net as one graph, to compare with."""
+    _write(_Plain(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False)
+
+
 def _example(classifier: Classifier, example: Any) -> Tensor:
     """A few images; what is in them does not matter."""
     if example is None:
@@ -102,11 +122,15 @@ def _memory(classifier: Classifier) -> str | None:
     return "drawn" if classifier.policy.score == "variance" else "probs"
 
 
+def _for_onnx(net: MultiExitNet) -> MultiExitNet:
+    """A copy in float32 on the CPU, in memory as ONNX has it; folded, as fewer steps run faster there, too."""
+    twin = copy.deepcopy(net).eval().float().cpu()
+    folding.fold(twin)
+    return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
+
+
 def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple[Graph, ...]:
-    # Plain float32 on the CPU, in memory as ONNX has it; folded, as fewer steps run faster there, too.
-    net = copy.deepcopy(classifier.net).eval().float().cpu()
-    net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    folding.fold(net)
+    net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     memory_name = _memory(classifier)
     state: Any = images
@@ -133,8 +157,12 @@ def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple
 _SAID = ("probs", "variance", "drawn")
 
 
-def _write(graph: nn.Module, inputs: list[Tensor], file: Path, names: list[str], outputs: list[str]) -> None:
+def _write(
+    graph: nn.Module, inputs: list[Tensor], file: Path, names: list[str], outputs: list[str], varying: bool = True
+) -> None:
+    """One graph for batches of any size; `varying` says that its module takes any number of inputs."""
     batch = torch.export.Dim("batch", min=1)
+    shapes = tuple({0: batch} for _ in inputs)
     with _quiet():
         torch.onnx.export(
             graph.eval(),
@@ -143,7 +171,7 @@ def _write(graph: nn.Module, inputs: list[Tensor], file: Path, names: list[str],
             input_names=names,
             output_names=outputs,
             opset_version=OPSET,
-            dynamic_shapes=(tuple({0: batch} for _ in inputs),),
+            dynamic_shapes=(shapes,) if varying else shapes,
             dynamo=True,
             external_data=False,
             verbose=False,

@@ -9,6 +9,7 @@ import numpy as np
 from exitwise.errors import InputError
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction
+from exitwise.preprocessing import Preprocessing
 from exitwise.runtime import engine
 from exitwise.runtime.bundle import Manifest
 from exitwise.runtime.engine import Answer, Prediction
@@ -40,7 +41,7 @@ class Session:
             raise InputError(f"`policy` is in {self.policy.unit}, but the bundle's costs are in {self.costs.unit}")
         graphs = [self.manifest.read_graph(folder, exit) for exit in range(len(self.manifest.graphs))]
         self._sessions = [
-            _session(graph, threads, folder / about.file)
+            inference_session(graph, threads, folder / about.file)
             for graph, about in zip(graphs, self.manifest.graphs, strict=True)
         ]
         for session, about in zip(self._sessions, self.manifest.graphs, strict=True):
@@ -61,6 +62,10 @@ class Session:
     @property
     def classes(self) -> tuple[str, ...] | None:
         return self.manifest.classes
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        return self.manifest.preprocessing
 
     def __call__(self, images: Any) -> Prediction:
         """Run stage by stage, letting samples go, until nobody is left."""
@@ -121,7 +126,7 @@ class OnnxBackend:
             found = np.empty(0, dtype=object)
         if found.shape != self._manifest.shape:
             raise InputError(f"an image must have shape {self._manifest.shape}, but has {found.shape}")
-        self._floats(found[:0])
+        self._floats(found[None][:0])
         return f"{found.dtype} {found.shape}"
 
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
@@ -144,7 +149,8 @@ class OnnxBackend:
         return len(state[0])
 
 
-def _session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":
+def inference_session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":
+    """A graph ready to run on the CPU; `path` is where it comes from."""
     try:
         import onnxruntime
     except ImportError:
