@@ -37,3 +37,14 @@ def test_the_trainings_benchmark_measures_everything(tmp_path: Path) -> None:
     assert found["loader, CIFAR"][0]["training step / loading its batch"] > 5
     assert found["loader, 224-pixel files"]["images per second"]["0 workers"] > 0
     assert len(found["collect, peak megabytes"]) == 2
+
+
+def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("runtime.py", tmp_path)["measured"][0]
+    backends = {"torch", "optimized", "onnx"}
+    assert {row["backend"] for row in found["timings"]} == backends
+    assert set(found["decision, % of the stages at batch 64, half of the cost"]) == backends
+    assert set(found["stream at 25%, without pooling / with it, by batch size"]) == backends
+    assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
+    # Measured at three and more: that it is faster at all is safe to say on any machine.
+    assert found["batch 1, full calibrated net, torch / onnx"] > 1

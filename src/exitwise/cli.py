@@ -1,6 +1,7 @@
 """The command: parse, call the library, print. Torch is imported by the commands that need it, not by `--help`."""
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ Search = Annotated[str, typer.Option(help="grid, or continuous to go on from the
 def main() -> None:
     """Run the command. What a user can cause ends in one line on stderr and exit status 2."""
     signal.signal(signal.SIGTERM, _terminated)
+    # Survivors come in batches of every size, and oneDNN prepares each convolution for each size: room for all of them.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± gets a question mark, not a crash
@@ -54,7 +57,7 @@ def main() -> None:
         sys.stderr.close()  # nobody reads on: no message, and none from the interpreter's last flush either
         sys.exit(141)
     except OSError as error:
-        _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+        _fail(f"{error.strerror}: {error.filename}" if error.filename else error.strerror or str(error))
     except RuntimeError as error:
         if not any(word in str(error) for word in ("onnection closed", "onnection reset", "gloo", "NCCL")):
             raise

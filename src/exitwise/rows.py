@@ -26,7 +26,7 @@ class Format(Protocol):
 
 
 class Csv:
-    """Comma-separated, with a first row of names. File names may be any bytes."""
+    """Comma-separated, with a first row of names. File names may be any bytes, line ends among them."""
 
     def header(self, fields: Sequence[str]) -> bytes:
         return self._line(fields)
@@ -35,9 +35,11 @@ class Csv:
         return self._line(["" if value is None else value for value in row.values()])
 
     def _line(self, values: Iterable[Any]) -> bytes:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(values)
-        return os.fsencode(text.getvalue())
+        text = io.StringIO(newline="")
+        words = [str(value) for value in values]
+        quoted = any("\r" in word for word in words)  # which `csv` does not take for the end of a line by itself
+        csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(words)
+        return text.getvalue().encode(errors="surrogateescape")
 
     def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         record = b""
@@ -48,7 +50,7 @@ class Csv:
                 record = b""
 
     def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]:
-        values = next(csv.reader([os.fsdecode(record)]), [])
+        values = next(csv.reader(io.StringIO(record.decode(errors="surrogateescape"), newline="")), [])
         if len(values) != len(fields):
             raise ValueError
         return dict(zip(fields, values, strict=True))
@@ -107,16 +109,18 @@ class RowFile:
                     raise InputError(f"{self.path}: row {number} is not one of ours") from None
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._write(b"".join(self._format.row(row) for row in rows))
+        self._write(b"".join(self._format.row({name: row[name] for name in self._fields}) for row in rows))
 
     def _write(self, data: bytes) -> None:
         try:
             place = 0
             while place < len(data):
                 place += self._file.write(data[place:]) or 0
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 self._file.truncate(self._end)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
             raise
         self._end += len(data)
 

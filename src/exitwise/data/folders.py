@@ -165,7 +165,7 @@ def picture(path: Path, preprocessing: Preprocessing) -> np.ndarray:
     image = _opened(path)
     image = image.convert("L") if len(preprocessing.mean) == 1 else image
     pixels = np.asarray(_centre(image, preprocessing.size, preprocessing.margin))
-    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+    return np.array(np.atleast_3d(pixels).transpose(2, 0, 1), order="C")  # a copy, which may be written to
 
 
 def _opened(path: Path) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821

@@ -94,10 +94,11 @@ def contenders(
     net: MultiExitNet, calibration: Calibration, shape: tuple[int, ...], names: Sequence[str], threads: int
 ) -> dict[str, Contender]:
     """The net by name of backend; `onnx` is exported first."""
-    made = {}
     for name in names:
         if name not in BACKENDS:
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
+    made = {}
+    for name in names:
         classifier = Classifier(net, calibration, _nobody_leaves(len(net.stages)))
         if name == "onnx":
             made[name] = _onnx(classifier, shape, threads)
@@ -162,7 +163,7 @@ def measure(
     timings: list[Timing] = []
     total = len(batch_sizes) * (repeats + 1)
     for number, size in enumerate(batch_sizes):
-        count = min(len(images), size * max(2, 256 // size) if size > 1 else 48)
+        count = min(len(images), size * max(2, 64 // size) if size > 1 else 32)
         times: dict[tuple[str, str], list[float]] = {}
         stage_times: dict[str, list[Array]] = {name: [] for name in made}
         reach: dict[str, list[Array]] = {}

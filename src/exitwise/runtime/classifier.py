@@ -275,8 +275,8 @@ class TorchBackend:
     @torch.inference_mode()
     def take(self, live: Live, rows: Array) -> Live:
         where = torch.from_numpy(rows).to(self._device)
-        state = states.mapped(lambda tensor: tensor[where], live.state)
-        return Live(state, None if live.memory is None else live.memory[where])
+        state = states.mapped(lambda tensor: _select(tensor, where), live.state)
+        return Live(state, None if live.memory is None else _select(live.memory, where))
 
     @torch.inference_mode()
     def join(self, lives: Sequence[Live]) -> Live:
@@ -315,6 +315,13 @@ class _Evaluating:
             if not self._inside:
                 for module in self._training:
                     module.training = True
+
+
+def _select(tensor: Tensor, where: Tensor) -> Tensor:
+    """Some samples, in the same memory format; half again as fast as `tensor[where]`."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
+    return tensor.index_select(0, where)
 
 
 def _tensor(images: Any) -> Any:

@@ -34,6 +34,7 @@ class RuntimeExit(nn.Module):
         """`share` is this exit's weight among those up to here; None where nothing is ensembled."""
         super().__init__()
         self.share = share
+        self.branchless = False  # as a graph must be
         self.variance = variance
         self.classes = len(exit.head.weight)
         self.mode = None if exit.posterior is None else exit.posterior.mode
@@ -60,31 +61,42 @@ class RuntimeExit(nn.Module):
     def forward(self, features: Tensor, memory: Tensor | None) -> Said:
         if self.mode is None:
             own = torch.addmm(self.b, features, self.W).softmax(dim=1)
+        elif self.variance:
+            drawn = self._with(self._sampled(features)[0].softmax(dim=2), memory)
+            probs = drawn.mean(dim=1)
+            return Said(probs, _variance(drawn, probs), None if self.share is None else drawn)
         else:
-            drawn = self._sampled(features).softmax(dim=2)
-            if self.variance:
-                drawn = self._with(drawn, memory)
-                probs = drawn.mean(dim=1)
-                return Said(probs, _variance(drawn, probs), None if self.share is None else drawn)
-            own = drawn.mean(dim=1)
+            own = self._mean_softmax(features)
         probs = self._with(own, memory)
         return Said(probs, None, None if self.share is None else probs)
+
+    def _mean_softmax(self, features: Tensor) -> Tensor:
+        """(n, c) over draws."""
+        sampled, logits = self._sampled(features)
+        if self.branchless:
+            return sampled.softmax(dim=2).mean(dim=1)
+        # In place, and with the logits' maximum for that of every draw: a third less time, unless float32 overflows.
+        exponentials = sampled.sub_(logits.amax(dim=1)[:, None, None]).exp_()
+        weights = 1 / exponentials.sum(dim=2, keepdim=True)
+        if bool(((weights > 0) & weights.isfinite()).all()):
+            return torch.bmm(weights.mT, exponentials).squeeze(1) / len(self.draws)
+        return self._sampled(features)[0].softmax(dim=2).mean(dim=1)
 
     def _with(self, own: Tensor, memory: Tensor | None) -> Tensor:
         """The ensemble with the exits before."""
         return own if self.share is None or memory is None else memory * (1 - self.share) + own * self.share
 
-    def _sampled(self, features: Tensor) -> Tensor:
-        """(n, S, c) logits of every draw, divided by the temperature."""
+    def _sampled(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, S, c) logits of every draw and (n, c) those without draws, divided by the temperature."""
         both = torch.addmm(self.b, features, self.W)
         logits, projected = both[:, : self.classes], both[:, self.classes :]
         if self.mode == "exact":
             scale = (projected.square() @ self.inverse + self.offset).sqrt()
-            return logits[:, None] + torch.matmul(scale[:, None] * self.draws, self.root)
+            return logits[:, None] + torch.matmul(scale[:, None] * self.draws, self.root), logits
         t = torch.linalg.vector_norm(projected, dim=1)
         if self.offset:
             t = (t.square() + self.offset).sqrt()
-        return torch.addcmul(logits[:, None], t[:, None, None], self.draws)
+        return torch.addcmul(logits[:, None], t[:, None, None], self.draws), logits
 
 
 def _variance(drawn: Tensor, probs: Tensor) -> Tensor:

@@ -132,6 +132,8 @@ def _for_onnx(net: MultiExitNet) -> MultiExitNet:
 def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple[Graph, ...]:
     net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
+    for exit in exits:
+        exit.branchless = True
     memory_name = _memory(classifier)
     state: Any = images
     inputs, memory = ["image"], None

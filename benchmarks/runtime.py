@@ -1,0 +1,209 @@
+"""How much of what stopping early could save becomes time, as ratios of things interleaved in one run.
+
+usage: runtime.py [--small] [--out FILE]
+
+Run it alone on the machine. `--small` is a quick check that the benchmark itself works; its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from method import machine, seconds
+
+import exitwise as ew
+from exitwise.calibration import Calibration
+from exitwise.runtime import bench, engine
+from exitwise.runtime.onnx import OnnxBackend, Session
+
+RESULTS = Path(__file__).parent / "results" / "runtime.json"
+SHAPE = (3, 32, 32)
+BUDGETS = (0.25, 0.5, 0.75)
+
+
+def zoo_small() -> tuple[ew.MultiExitNet, Calibration, list[list[float]], ew.Costs]:
+    """The shipped net, its calibration, and the shares that leave at each exit on its test split, by budget."""
+    net = ew.load_net(ew.zoo.path("net.safetensors"))
+    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+    assert trace.test is not None
+    calibration = ew.calibrate(trace)
+    val, test = calibration.predict(trace.val), calibration.predict(trace.test)
+    shares = []
+    for budget in BUDGETS:
+        policy = ew.fit_policy(val, costs=trace.costs, budget=budget * trace.costs.values[-1])
+        shares.append((np.bincount(policy.exits(test), minlength=trace.num_exits) / len(trace.test)).tolist())
+    return net, calibration, shares, trace.costs
+
+
+def random_net(preset: str) -> tuple[ew.MultiExitNet, Calibration, list[list[float]], ew.Costs]:
+    """A net with random weights, calibrated on noise; the paper's shares that spend each budget."""
+    torch.manual_seed(0)
+    net = ew.models.msdnet(preset).eval()
+    images, labels = torch.randn(256, *SHAPE), torch.arange(256) % net.num_classes
+    trace = ew.collect(net, [(images, labels)], [(images, labels)])
+    calibration = ew.calibrate(trace)
+    preds = calibration.predict(trace.val)
+    shares = []
+    for budget in BUDGETS:
+        policy = ew.fit_policy(preds, costs=trace.costs, budget=budget * trace.costs.values[-1])
+        shares.append((np.bincount(policy.exits(preds), minlength=trace.num_exits) / len(trace.val)).tolist())
+    return net, calibration, shares, trace.costs
+
+
+def decision(classifier: ew.Classifier, images: torch.Tensor, repeats: int) -> float:
+    """All that `clf(images)` does besides running stages and necks, as a part of the time of those, in percent."""
+    spent, began = [0.0], [0.0]
+
+    def before(*_: Any) -> None:
+        began[0] = time.perf_counter()
+
+    def after(*_: Any) -> None:
+        spent[0] += time.perf_counter() - began[0]
+
+    parts = [*classifier.net.stages, *(head.neck for head in classifier.net.exits)]
+    hooks = [part.register_forward_pre_hook(before) for part in parts]
+    hooks += [part.register_forward_hook(after) for part in parts]
+    ratios = []
+    for repeat in range(repeats + 1):
+        spent[0] = 0.0
+        batch = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(repeat))[:64]]
+        total = seconds(lambda: classifier(batch))  # noqa: B023
+        ratios.append((total - spent[0]) / spent[0])
+    for hook in hooks:
+        hook.remove()
+    return 100 * median(ratios[1:])
+
+
+class Timed(OnnxBackend):
+    """Adds up the time that graphs take."""
+
+    spent = 0.0
+
+    def run(self, exit: int, state: Any) -> Any:
+        start = time.perf_counter()
+        found = super().run(exit, state)
+        self.spent += time.perf_counter() - start
+        return found
+
+
+def onnx_decision(calibrated: Session, plain: Session, images: torch.Tensor, repeats: int) -> float:
+    """What calibrated graphs take more than plain ones, and NumPy's part beside them, in percent of the plain ones."""
+    more, beside, base = [], [], []
+    for repeat in range(repeats + 1):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(repeat))[:64]
+        batch = images[order].numpy()
+        # The plain graphs see the same survivors: thresholds are the calibrated ones', replayed by who is left.
+        first = Timed(calibrated)
+        total = seconds(lambda: engine.classify(first, calibrated.policy, batch))  # noqa: B023
+        exits = engine.classify(OnnxBackend(calibrated), calibrated.policy, batch)[2]
+        second = Timed(plain)
+        state = second.start(batch)
+        here = np.arange(len(batch))
+        for exit in range(second.num_exits):
+            state, _ = second.run(exit, state)
+            stay = np.flatnonzero(exits[here] > exit)
+            if not len(stay):
+                break
+            state, here = second.take(state, stay), here[stay]
+        more.append(first.spent - second.spent)
+        beside.append(total - first.spent)
+        base.append(second.spent)
+    return 100 * (median(more[1:]) + median(beside[1:])) / median(base[1:])
+
+
+def pooling(backend: Callable[[], Any], policy: ew.Policy, images: Any, batch_size: int, repeats: int) -> float:
+    """The same stream without pooling / with it."""
+    ratios = []
+    for _ in range(repeats):
+        times = {}
+        for pooled in (False, True):
+            made = backend()
+            times[pooled] = seconds(lambda: list(engine.stream(made, policy, images, batch_size, None, pooled)))  # noqa: B023
+        ratios.append(times[False] / times[True])
+    return median(ratios)
+
+
+def measure(name: str, small: bool) -> dict[str, Any]:
+    """Everything about one net, with the threads that torch has now."""
+    threads = torch.get_num_threads()
+    net, calibration, shares, costs = zoo_small() if name == "cifar100-small" else random_net(name)
+    repeats = 1 if small else 5
+    images = torch.randn(32 if small else 512, *SHAPE, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        parts = [net.features(part) for part in torch.split(images, 64)]
+    preds = calibration.predict([torch.cat(rows) for rows in zip(*parts, strict=True)])
+    base = ew.Policy((*[float("inf")] * (len(costs) - 1), float("-inf")), costs=costs.values)
+    policies = {
+        f"{budget:.0%}": bench.with_shares(base, preds, share) for budget, share in zip(BUDGETS, shares, strict=True)
+    }
+    made = bench.contenders(net, calibration, SHAPE, bench.BACKENDS, threads)
+    sizes = (1, 8) if small else (1, 64, 256)
+    found = bench.measure(made, policies, images, costs.values, sizes, repeats)
+    half = policies["50%"]
+    plain = ew.Classifier(net, calibration, half)
+    quick = ew.Classifier(net, calibration, half).optimize()
+    rounds = 3 if small else 15
+    decisions = {"torch": decision(plain, images, rounds), "optimized": decision(quick, images, rounds)}
+    with tempfile.TemporaryDirectory() as folder:
+        plain.export(Path(folder) / "ours")
+        some = images[:32], torch.arange(32) % net.num_classes
+        trace = ew.collect(net, [some], [some])
+        ew.Classifier(net, ew.calibrate(trace, "MSDNet (vanilla)"), half).export(Path(folder) / "plain")
+        sessions = [Session(Path(folder) / each, threads=threads) for each in ("ours", "plain")]
+    decisions["onnx"] = onnx_decision(*sessions, images, rounds)
+    streams = {
+        backend: {
+            str(size): pooling(contender.backend, policies["25%"], list(contender.images(images)), size, repeats)
+            for size in ((4,) if small else (8, 16))
+        }
+        for backend, contender in made.items()
+    }
+    full = {(row.backend, row.variant): row.ms for row in found.timings if row.batch_size == 1}
+    return {
+        "net": name,
+        "threads": threads,
+        "decision, % of the stages at batch 64, half of the cost": decisions,
+        "stream at 25%, without pooling / with it, by batch size": streams,
+        "batch 1, full calibrated net, torch / onnx": full["torch", bench.FULL] / full["onnx", bench.FULL],
+        "batch 1, plain torch / full calibrated onnx": full["torch", bench.VANILLA] / full["onnx", bench.FULL],
+        "batch 1, plain net, torch / onnx": full["torch", bench.VANILLA] / full["onnx", bench.VANILLA],
+        **found.to_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--one", nargs=2, metavar=("NET", "THREADS"), help="this net with these threads, to stdout")
+    arguments = parser.parse_args()
+    if arguments.one:
+        torch.set_num_threads(int(arguments.one[1]))
+        print(json.dumps(measure(arguments.one[0], arguments.small)))
+        return
+    nets = ["tiny-32"] if arguments.small else ["cifar100-small", "cifar100-large"]
+    measured = []
+    for net in nets:
+        for threads in (1,) if arguments.small else (1, 2):
+            # A process each, with room in oneDNN's cache for convolutions on batches of every size, as the command has.
+            order = [sys.executable, __file__, "--one", net, str(threads), *(["--small"] if arguments.small else [])]
+            environment = {**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16384"}
+            done = subprocess.run(order, check=True, stdout=subprocess.PIPE, env=environment)
+            measured.append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{net}, {threads} threads: done", file=sys.stderr)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({"machine": machine(), "measured": measured}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
