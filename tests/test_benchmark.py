@@ -44,6 +44,7 @@ def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
     backends = {"torch", "optimized", "onnx"}
     assert {row["backend"] for row in found["timings"]} == backends
     assert set(found["decision, % of the stages at batch 64, half of the cost"]) == backends
+    assert set(found["stream at 50%, batch 64, images per second"]) == backends
     assert set(found["stream at 25%, without pooling / with it, by batch size"]) == backends
     assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
     # Measured at three and more: that it is faster at all is safe to say on any machine.

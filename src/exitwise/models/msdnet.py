@@ -219,8 +219,9 @@ class Layer(nn.Module):
             self.scales.append(Growth(finer, widths[here], config.growth * config.factors[scale], factors))
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
-        finer = [None, *state]
-        return [grow(finer[here], state[here]) for here, grow in enumerate(self.scales, start=self.dropped)]
+        # By position, not by walking through the state: so a tracer can follow.
+        places = enumerate(self.scales, start=self.dropped)
+        return [grow(state[here - 1] if here else None, state[here]) for here, grow in places]
 
 
 class Transition(nn.Module):
@@ -233,4 +234,4 @@ class Transition(nn.Module):
         )
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
-        return [scale(x) for scale, x in zip(self.scales, state, strict=True)]
+        return [scale(state[here]) for here, scale in enumerate(self.scales)]

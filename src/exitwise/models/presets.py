@@ -53,7 +53,7 @@ def built(
 def _overrides(config: Config, **values: int | None) -> dict[str, Any]:
     """Those of `num_classes` and `in_channels` that are given and differ from the preset's, checked."""
     for name, value in values.items():
-        least = {"num_classes": 2, "in_channels": 1}[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise InputError(f"`{name}` must be a whole number of at least {least}, but got {value!r}")
+        least, most = {"num_classes": (2, 10**6), "in_channels": (1, 10**4)}[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+            raise InputError(f"`{name}` must be a whole number from {least} to {most}, but got {value!r}")
     return {name: value for name, value in values.items() if value not in (None, getattr(config, name))}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from re import fullmatch
+from typing import Any
 
 from exitwise.costs import Costs
 from exitwise.errors import InputError
@@ -39,9 +40,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle holds. Every graph puts out `probs`, those of the ensemble where there is one.
+    """What a bundle holds.
 
-    `memory` names the output that the next graph takes for it: "probs", "drawn" or None.
+    The first graph takes `image`, the others the state that the one before put out, as `state.0`, `state.1` and so on
+    what that calls `next.0`, `next.1`, and where exits are ensembled the `memory` of those before: the output that
+    `memory` names here, "probs" or "drawn". Every graph puts out `probs`, those of the ensemble where there is one,
+    and for a policy on it the `variance`.
     """
 
     graphs: tuple[Graph, ...]
@@ -70,6 +74,38 @@ class Manifest:
             raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {self.shape}")
         if self.memory not in (None, "probs", "drawn"):
             raise InputError(f"its memory must be probs, drawn or nothing, but is {self.memory!r}")
+        for exit, graph in enumerate(self.graphs):
+            carried = self.kept(exit - 1) if exit else ()
+            memory = ("memory",) if exit and self.memory else ()
+            states = tuple(f"state.{i}" for i in range(len(carried) - len(memory)))
+            if graph.inputs != ((*states, *memory) if exit else ("image",)):
+                raise InputError(f"{graph.file} does not take what the graph before it puts out")
+            said = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
+            if not set(said) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
+                raise InputError(f"{graph.file} must put out {' and '.join(said)}, but puts out {graph.outputs}")
+
+    def kept(self, exit: int) -> tuple[str, ...]:
+        """What of a graph's outputs the next one takes, in the order of its inputs."""
+        outputs = self.graphs[exit].outputs
+        states = tuple(name for name in outputs if name.startswith("next."))
+        if exit == len(self.graphs) - 1 or self.memory is None:
+            return states
+        if self.memory not in outputs:
+            raise InputError(f"{self.graphs[exit].file} must put out {self.memory}, but puts out {outputs}")
+        return (*states, self.memory)
+
+    def problem(self, exit: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+        """What is wrong with a graph that takes and puts out these names, with their shapes; None if nothing is."""
+        graph = self.graphs[exit]
+        if set(inputs) != set(graph.inputs) or set(outputs) != set(graph.outputs):
+            return f"it takes {', '.join(inputs)} and puts out {', '.join(outputs)}"
+        if exit == 0 and tuple(inputs["image"][1:]) != self.shape:
+            return f"it takes images of {tuple(inputs['image'][1:])}, not {self.shape}"
+        if tuple(outputs["probs"][1:]) != (self.num_classes,):
+            return f"it puts out probabilities of {tuple(outputs['probs'][1:])} classes, not {self.num_classes}"
+        if "memory" in inputs and len(inputs["memory"]) != (3 if self.memory == "drawn" else 2):
+            return f"its memory is not {self.memory}"
+        return None
 
     def save(self, folder: Path) -> None:
         about = {

@@ -162,7 +162,9 @@ class Classifier(nn.Module):
     ) -> "Classifier":
         calibration = Calibration.from_tensors(_under("calibration.", tensors), about["calibration"])
         policy = Policy.from_dict(about["policy"])
-        optimized, spec, weights = about["optimized"] is True, about["model"], _under("net.", tensors)
+        optimized, spec, weights = about["optimized"], about["model"], _under("net.", tensors)
+        if not isinstance(optimized, bool):
+            raise InputError(f"optimized must be true or false, but is {optimized!r}")
         if own is None and not isinstance(spec, dict):
             raise InputError("its net has no preset to be rebuilt by: give it as `net`")
         if own is None:
@@ -205,6 +207,7 @@ class TorchBackend:
         parameter = next(classifier.net.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._costs: Sequence[float] = ()
+        self._kind = ""
 
     @property
     def num_exits(self) -> int:
@@ -222,6 +225,7 @@ class TorchBackend:
     def start(self, images: Any) -> Live:
         state = states.mapped(self._ready, _tensor(images))
         states.length(state, "`images`")
+        self._kind = states.kind(states.mapped(lambda tensor: tensor[0] if len(tensor) else tensor, state))
         if not self._costs:
             self._costs = self._classifier.costs_of(state).values
         return Live(state)
@@ -253,7 +257,7 @@ class TorchBackend:
             raise InputError(f"an image must have shape {known.shape}, but has {tuple(found[0].shape)}")
         if any(tensor.dtype == torch.uint8 for tensor in found):
             _known(known)
-        return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in found)
+        return states.kind(image)
 
     @torch.inference_mode()
     def run(self, exit: int, live: Live) -> tuple[Live, ExitPrediction]:
@@ -261,15 +265,15 @@ class TorchBackend:
         with classifier._evaluating:
             try:
                 state = classifier.net.stages[exit](live.state)
-                features = classifier.net.exits[exit].features(state)
-            except (RuntimeError, TypeError, ValueError, LookupError) as error:
-                if exit:
-                    raise
-                shapes = [tuple(tensor.shape) for tensor in states.tensors(live.state)]
-                raise InputError(f"the net cannot take images of shape {shapes[0]}: {_first_line(error)}") from None
-        said = classifier.exits[exit](features.float(), live.memory)
-        probs = said.probs.cpu().numpy()
-        variance = None if said.variance is None else said.variance.cpu().numpy()
+                said = classifier.exits[exit](classifier.net.exits[exit].features(state), live.memory)
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                what = (
+                    f"images of {self._kind}" if exit == 0 else f"what stage {exit - 1} makes of images of {self._kind}"
+                )
+                raise InputError(f"the net cannot take {what}: {reason}") from None
+        probs = said.probs.float().cpu().numpy()
+        variance = None if said.variance is None else said.variance.float().cpu().numpy()
         return Live(state, said.memory), ExitPrediction.from_probs(probs, variance)
 
     @torch.inference_mode()
@@ -325,17 +329,20 @@ def _select(tensor: Tensor, where: Tensor) -> Tensor:
 
 
 def _tensor(images: Any) -> Any:
-    return torch.from_numpy(images) if isinstance(images, np.ndarray) else images
+    """An array as a tensor, whatever its strides and its byte order."""
+    if not isinstance(images, np.ndarray):
+        return images
+    try:
+        plain = images.astype(images.dtype.newbyteorder("="), order="C", copy=not images.flags.writeable)
+        return torch.from_numpy(plain if plain.flags.c_contiguous else plain.copy())
+    except TypeError:
+        raise InputError(f"an image must hold numbers, but holds {images.dtype}") from None
 
 
 def _known(preprocessing: Preprocessing | None) -> Preprocessing:
     if preprocessing is None:
         raise InputError("bytes must be normalised first: give the Classifier a `preprocessing`, or floats")
     return preprocessing
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -246,8 +246,8 @@ def stream(
     the memory as well. An image that is an `InputError` (of whoever tried to read it), that is of the wrong kind or
     that the net cannot make sense of becomes an answer with that error. `pooled=False` runs every batch to its end.
     """
-    for name, value in (("batch_size", batch_size), ("window", window)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    for name, value in (("batch_size", batch_size), ("window", 1 if window is None else window)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"`{name}` must be a whole number of at least 1, but got {value!r}")
     return _stream(backend, policy, images, batch_size, window or _WINDOW * max(batch_size, _FULL), pooled)
 
@@ -305,10 +305,14 @@ def _stream(
 
 
 def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
-    """The kind of an image, which must be that of the first."""
+    """The kind of an image, which must be that of the first that the net can take."""
     if isinstance(image, InputError):
         raise image
     found = backend.kind(image)
-    if kind is not None and found != kind:
+    if kind is None:  # tried alone, so that one that does not fit spoils no batch
+        state = backend.start(backend.stack([image]))
+        for exit in range(backend.num_exits):
+            state, _ = backend.run(exit, state)
+    elif found != kind:
         raise InputError(f"the images of a stream must all be {kind}, as the first is, but this is {found}")
     return found

@@ -59,6 +59,7 @@ class RuntimeExit(nn.Module):
         self.register_buffer("b", torch.cat(shifts))
 
     def forward(self, features: Tensor, memory: Tensor | None) -> Said:
+        features = features.to(self.W.dtype)
         if self.mode is None:
             own = torch.addmm(self.b, features, self.W).softmax(dim=1)
         elif self.variance:

@@ -134,29 +134,29 @@ def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:
         exit.branchless = True
-    memory_name = _memory(classifier)
     state: Any = images
-    inputs, memory = ["image"], None
+    memory: Tensor | None = None
     graphs = []
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
         graph = StageGraph(stage, head, exit, state, last)
-        carried = [*states.tensors(state), *([] if memory is None else [memory])]
+        carried = list(states.tensors(state))
+        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else ["image"]
+        if memory is not None:
+            carried, inputs = [*carried, memory], [*inputs, "memory"]
         with torch.no_grad():
             state = stage(state)
             said = exit(head.features(state), memory)
-        kept = [] if last else [f"state.{k}.{i}" for i, _ in enumerate(states.tensors(state))]
-        outputs = [*kept, "probs", *([] if said.variance is None else ["variance"])]
-        outputs += ["drawn"] if said.variance is not None and said.memory is not None and not last else []
-        file = folder / f"stage{k}.onnx"
-        _write(graph, carried, file, inputs, [f"{name}.{k}" if name in _SAID else name for name in outputs])
-        graphs.append(Graph(file.name, hashlib.sha256(file.read_bytes()).hexdigest(), tuple(inputs), tuple(outputs)))
         memory = said.memory
-        inputs = [*kept, *([f"{memory_name}.{k}"] if memory is not None else [])]
+        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(states.tensors(state))]
+        outputs.append("probs")
+        if said.variance is not None:
+            outputs += ["variance"] if last or memory is None else ["variance", "drawn"]
+        file = folder / f"stage{k}.onnx"
+        _write(graph, carried, file, inputs, outputs)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        graphs.append(Graph(file.name, sha256, tuple(inputs), tuple(outputs)))
     return tuple(graphs)
-
-
-_SAID = ("probs", "variance", "drawn")
 
 
 def _write(

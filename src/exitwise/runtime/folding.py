@@ -18,22 +18,24 @@ _CONVS: Mapping[type[nn.Module], type[_Norm]] = {
 }
 
 
-def fold(net: nn.Module) -> int:
+def fold(net: MultiExitNet) -> int:
     """Fold every BatchNorm of a net in evaluation mode that alone reads a convolution, in place; how many.
 
-    Which BatchNorm reads which convolution is found by tracing, in the largest parts of the net that can be traced.
+    Which BatchNorm reads which convolution is found by tracing what the net calls as a whole: its stages and necks, and
+    the steps of plain sequences. What cannot be traced stays as it is: its modules may be used in any way.
     """
     uses = Counter(module for _, module in net.named_modules(remove_duplicate=False))
     folded = 0
-    for part in list(_traceable(net)):
-        for conv_name, norm_name in _pairs(part):
-            conv, norm = part.get_submodule(conv_name), part.get_submodule(norm_name)
-            assert isinstance(norm, _Norm)
-            if uses[conv] > 1 or uses[norm] > 1 or norm.running_mean is None:
-                continue
-            part.set_submodule(conv_name, fuse_conv_bn_eval(conv, norm))  # type: ignore[type-var]
-            _remove(part, norm_name)
-            folded += 1
+    for whole in (*net.stages, *(head.neck for head in net.exits)):
+        for part, graph in list(_traceable(whole)):
+            for conv_name, norm_name in _pairs(part, graph):
+                conv, norm = part.get_submodule(conv_name), part.get_submodule(norm_name)
+                assert isinstance(norm, _Norm)
+                if uses[conv] > 1 or uses[norm] > 1 or norm.running_mean is None:
+                    continue
+                part.set_submodule(conv_name, fuse_conv_bn_eval(conv, norm))  # type: ignore[type-var]
+                _remove(part, norm_name)
+                folded += 1
     return folded
 
 
@@ -46,28 +48,19 @@ def _remove(module: nn.Module, name: str) -> None:
         module.set_submodule(name, nn.Identity())
 
 
-def _traceable(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it cannot be traced the largest parts of it that can."""
-    if not any(isinstance(part, tuple(_CONVS)) for part in module.modules()):
-        return
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict) and _traced(module) is not None:
-        yield module
-        return
-    for child in module.children():
-        yield from _traceable(child)
-
-
-def _traced(module: nn.Module) -> fx.Graph | None:
+def _traceable(module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
+    """The module with its graph, or where a plain sequence cannot be traced those of its steps that can."""
     try:
-        return fx.Tracer().trace(module)
+        yield module, fx.Tracer().trace(module)
     except Exception:  # tracing runs the module's own code on symbols, which may raise anything
-        return None
+        if type(module) is nn.Sequential:
+            for step in module.children():
+                yield from _traceable(step)
 
 
-def _pairs(module: nn.Module) -> list[tuple[str, str]]:
-    """Names of convolutions and of the BatchNorms that alone read them."""
-    graph = _traced(module)
-    calls = [node for node in graph.nodes if node.op == "call_module"] if graph else []
+def _pairs(module: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
+    """Names of convolutions and of the BatchNorms that alone read them, where each is called once."""
+    calls = [node for node in graph.nodes if node.op == "call_module"]
     times = Counter(node.target for node in calls)
     pairs = []
     for norm in calls:
@@ -75,7 +68,9 @@ def _pairs(module: nn.Module) -> list[tuple[str, str]]:
         if not isinstance(conv, fx.Node) or conv.op != "call_module" or len(conv.users) > 1:
             continue
         kind = type(module.get_submodule(str(conv.target)))
-        if type(module.get_submodule(str(norm.target))) is _CONVS.get(kind) and times[conv.target] == 1:
+        if type(module.get_submodule(str(norm.target))) is not _CONVS.get(kind):
+            continue
+        if times[conv.target] == times[norm.target] == 1:
             pairs.append((str(conv.target), str(norm.target)))
     return pairs
 

@@ -44,10 +44,10 @@ class Session:
             inference_session(graph, threads, folder / about.file)
             for graph, about in zip(graphs, self.manifest.graphs, strict=True)
         ]
-        for session, about in zip(self._sessions, self.manifest.graphs, strict=True):
-            given = {each.name for each in session.get_inputs()}
-            if not given <= set(about.inputs) or len(session.get_outputs()) != len(about.outputs):
-                raise InputError(f"{folder / about.file} does not take and give what the manifest says")
+        for exit, (session, about) in enumerate(zip(self._sessions, self.manifest.graphs, strict=True)):
+            given, made = ({each.name: each.shape for each in part} for part in _ends(session))
+            if problem := self.manifest.problem(exit, given, made):
+                raise InputError(f"{folder / about.file} does not fit the manifest: {problem}")
 
     def _checked(self, policy: Policy) -> Policy:
         own = self.manifest.policy
@@ -101,7 +101,7 @@ class OnnxBackend:
         return self._session.costs.values
 
     def start(self, images: Any) -> State:
-        images = np.asarray(images)
+        images = _array(images)
         if images.ndim == 0 or images.shape[1:] != self._manifest.shape:
             expected = ", ".join(map(str, self._manifest.shape))
             raise InputError(f"`images` must have shape (n, {expected}), but have {images.shape}")
@@ -117,13 +117,10 @@ class OnnxBackend:
         return np.ascontiguousarray(images, dtype=np.float32)
 
     def stack(self, images: Sequence[Any]) -> Array:
-        return np.stack([np.asarray(image) for image in images])
+        return np.stack([_array(image) for image in images])
 
     def kind(self, image: Any) -> str:
-        try:
-            found = np.asarray(image)
-        except (TypeError, ValueError):
-            found = np.empty(0, dtype=object)
+        found = _array(image)
         if found.shape != self._manifest.shape:
             raise InputError(f"an image must have shape {self._manifest.shape}, but has {found.shape}")
         self._floats(found[None][:0])
@@ -131,12 +128,9 @@ class OnnxBackend:
 
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
         session, graph = self._session._sessions[exit], self._manifest.graphs[exit]
-        feeds = dict(zip(graph.inputs, state, strict=True))
-        found = session.run(None, {each.name: feeds[each.name] for each in session.get_inputs()})
+        found = session.run(graph.outputs, dict(zip(graph.inputs, state, strict=True)))
         said = dict(zip(graph.outputs, found, strict=True))
-        kept = tuple(value for name, value in said.items() if name.startswith("state."))
-        if self._manifest.memory is not None and exit < self.num_exits - 1:
-            kept = (*kept, said[self._manifest.memory])
+        kept = tuple(said[name] for name in self._manifest.kept(exit))
         return kept, ExitPrediction.from_probs(said["probs"], said.get("variance"))
 
     def take(self, state: State, rows: Array) -> State:
@@ -147,6 +141,18 @@ class OnnxBackend:
 
     def length(self, state: State) -> int:
         return len(state[0])
+
+
+def _array(images: Any) -> Array:
+    """What is given as an array: tensors need not be imported for that."""
+    try:
+        return np.asarray(images.detach().cpu() if hasattr(images, "detach") else images)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"`images` must be an array of numbers: {error}") from None
+
+
+def _ends(session: "InferenceSession") -> tuple[Any, Any]:
+    return session.get_inputs(), session.get_outputs()
 
 
 def inference_session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":

@@ -42,3 +42,14 @@ def length(state: Any, name: str = "a state") -> int:
         shapes = [tuple(tensor.shape) for tensor in tensors(state)]
         raise InputError(f"{name} must hold tensors with one entry per sample first, but holds {shapes}")
     return found.pop()
+
+
+def kind(state: Any) -> str:
+    """Types and shapes of its tensors in their places, in words."""
+    if isinstance(state, Tensor):
+        return f"{str(state.dtype).removeprefix('torch.')} {tuple(state.shape)}"
+    if isinstance(state, dict):
+        return "{" + ", ".join(f"{key!r}: {kind(part)}" for key, part in state.items()) + "}"
+    if isinstance(state, list | tuple):
+        return f"{type(state).__name__} of [{', '.join(map(kind, state))}]"
+    return type(state).__name__

@@ -1,0 +1,416 @@
+"""Streams: the answers of a batch, in the order of the images, whatever comes between them."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import count, islice
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_classifier import (
+    BYTES,
+    LAPLACE,
+    OURS,
+    SHAPE,
+    VANILLA,
+    assert_as_simulated,
+    classifier,
+    nested_net,
+    own_classifier,
+    refused,
+    simulated,
+    some_images,
+)
+from torch import Tensor, nn
+
+import exitwise as ew
+from exitwise.predictions import Array, ExitPrediction
+from exitwise.runtime import engine
+
+POOL = 64  # survivors that the deep stages wait for at least
+
+
+def answered(clf: ew.Classifier, images: Any, **options: Any) -> list[ew.Answer]:
+    answers = list(clf.stream(images, **options))
+    assert [answer.index for answer in answers] == list(range(len(answers)))
+    return answers
+
+
+class TestAsABatch:
+    @pytest.mark.parametrize("batch_size", [1, 2, 7, 64, 100, 300])
+    @pytest.mark.parametrize("window", [None, 1, 5, 150])
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_answers_are_those_of_a_batch(self, batch_size: int, window: int | None, pooled: bool) -> None:
+        clf, images = classifier(), some_images(140)
+        answers = answered(clf, iter(images), batch_size=batch_size, window=window, pooled=pooled)
+        assert len(answers) == 140
+        exits, probs = [answer.exit for answer in answers], np.stack([np.asarray(a.probs) for a in answers])
+        assert_as_simulated(clf.policy, simulated(clf.net, clf.calibration, images), exits, probs)
+        assert set(exits) == {0, 1, 2}
+        costs = dict(zip(range(3), clf.costs_of(images).values, strict=True))
+        for answer in answers:
+            assert answer.error is None
+            assert answer.probs is not None
+            assert answer.predicted == int(answer.probs.argmax())
+            assert answer.confidence == float(answer.probs.max())
+            assert answer.cost == costs[answer.exit or 0]
+
+    @pytest.mark.parametrize(
+        ("method", "score"), [(VANILLA, "entropy"), ("MIE", "confidence"), (LAPLACE, "variance"), (OURS, "variance")]
+    )
+    @pytest.mark.parametrize("optimized", [False, True])
+    def test_what_earlier_exits_said_goes_along(self, method: str, score: str, optimized: bool) -> None:
+        """Survivors of several batches carry the ensemble, or every draw of it, into the pools."""
+        clf, images = classifier(method, score), some_images(200)
+        preds = simulated(clf.net, clf.calibration, images)
+        clf = clf.optimize() if optimized else clf
+        answers = answered(clf, images, batch_size=9)
+        probs = np.stack([np.asarray(answer.probs) for answer in answers])
+        assert_as_simulated(clf.policy, preds, [answer.exit for answer in answers], probs)
+
+    def test_nests_of_tensors_are_pooled(self) -> None:
+        clf, images = own_classifier(nested_net(), (6,))
+        answers = answered(clf, ({"a": image / 2, "b": image / 2} for image in images), batch_size=4)
+        probs = np.stack([np.asarray(answer.probs) for answer in answers])
+        preds = simulated(clf.net, clf.calibration, images)
+        assert_as_simulated(clf.policy, preds, [answer.exit for answer in answers], probs)
+
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_no_images_no_answers(self, pooled: bool) -> None:
+        assert answered(classifier(), [], pooled=pooled) == []
+
+    def test_bytes_arrays_and_doubles(self) -> None:
+        clf = classifier(preprocessing=BYTES)
+        pixels = torch.randint(256, (20, *SHAPE), dtype=torch.uint8)
+        expected = clf(pixels).exits.tolist()
+        plain = torch.from_numpy(BYTES.normalize(pixels.numpy()))
+        for images in (pixels, list(pixels.numpy()), plain.double(), plain.numpy()):
+            assert [answer.exit for answer in answered(clf, images)] == expected
+
+    def test_two_streams_of_one_classifier_do_not_meet(self) -> None:
+        clf, images = classifier(), some_images(60)
+        pairs = zip(clf.stream(images, batch_size=7), clf.stream(images.flip(0), batch_size=5), strict=True)
+        first, second = zip(*pairs, strict=True)
+        expected = clf(images).exits.tolist()
+        assert [answer.exit for answer in first] == expected
+        assert [answer.exit for answer in second] == expected[::-1]
+
+
+Sample = tuple[int, int]  # who it is, and the exit that it leaves at
+
+
+class Scripted:
+    """A backend in which every image says where it leaves, and whose probabilities say whose they are."""
+
+    num_exits = 4
+    num_classes = 3
+    costs = (1.0, 2.0, 3.0, 4.0)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int, bool]] = []  # exit, size of the batch, whether the images had ended
+        self.ended = False
+        self.live = self.most = 0
+
+    def kind(self, image: Any) -> str:
+        if not isinstance(image, tuple):
+            raise ew.InputError(f"no image but {image!r}")
+        return "a sample"
+
+    def stack(self, images: Sequence[Sample]) -> Array:
+        return np.array(images)
+
+    def start(self, images: Array) -> Array:
+        self.live += len(images)
+        self.most = max(self.most, self.live)
+        return images
+
+    def run(self, exit: int, state: Array) -> tuple[Array, ExitPrediction]:
+        self.runs.append((exit, len(state), self.ended))
+        assert (state[:, 1] >= exit).all()  # nobody comes further than its exit
+        who, leaves = state[:, 0] / 1e6, state[:, 1] == exit
+        sure, unsure = np.stack([1 - who, who, 0 * who], axis=1), np.full((len(state), 3), 1 / 3)
+        self.live -= int(leaves.sum())
+        return state, ExitPrediction.from_probs(np.where(leaves[:, None], sure, unsure))
+
+    def take(self, state: Array, rows: Array) -> Array:
+        return state[rows]
+
+    def join(self, states: Sequence[Array]) -> Array:
+        return np.concatenate(states)
+
+    def length(self, state: Array) -> int:
+        return len(state)
+
+    def sizes(self, exit: int, ended: bool) -> list[int]:
+        return [size for k, size, late in self.runs if (k, late) == (exit, ended)]
+
+
+RULE = ew.Policy((0.9, 0.9, 0.9, -inf))
+# Mostly exits, now and then something that is no image.
+patterns = st.lists(st.sampled_from([0, 0, 0, 1, 1, 2, 3, None]), max_size=400)
+
+
+def play(
+    pattern: Sequence[int | None], batch_size: int, window: int | None, pooled: bool = True
+) -> tuple[Scripted, list[ew.Answer]]:
+    """Run a script; what must hold of every stream is checked on the way."""
+    backend = Scripted()
+    given_out: list[ew.Answer] = []
+    limit = window or 64 * max(batch_size, POOL)
+
+    def images() -> Iterator[Any]:
+        for index, exit in enumerate(pattern):
+            assert index - len(given_out) <= limit
+            yield ew.InputError(f"unreadable {index}") if exit is None else (index, exit)
+        backend.ended = True
+
+    for answer in engine.stream(backend, RULE, images(), batch_size, window, pooled):
+        given_out.append(answer)
+    assert backend.live == 0
+    assert backend.most <= limit
+    assert [answer.index for answer in given_out] == list(range(len(pattern)))
+    for answer, exit in zip(given_out, pattern, strict=True):
+        if exit is None:
+            assert answer.error == f"unreadable {answer.index}"
+            assert answer.probs is answer.exit is answer.cost is answer.predicted is answer.confidence is None
+        else:
+            assert answer.error is None
+            assert answer.exit == exit
+            assert answer.cost == exit + 1
+            assert answer.probs is not None
+            assert round(answer.probs[1] * 1e6) == answer.index
+    return backend, given_out
+
+
+class TestOrder:
+    @settings(deadline=None, max_examples=150)
+    @given(patterns, st.integers(1, 130), st.none() | st.integers(1, 500), st.booleans())
+    def test_nothing_is_lost_doubled_or_out_of_order(
+        self, pattern: list[int | None], batch_size: int, window: int | None, pooled: bool
+    ) -> None:
+        play(pattern, batch_size, window, pooled)
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.integers(0, 10**6), st.integers(1, 130))
+    def test_deep_stages_run_on_full_batches_until_the_images_end(self, seed: int, batch_size: int) -> None:
+        pattern = np.random.default_rng(seed).choice(4, 1500, p=(0.3, 0.2, 0.2, 0.3)).tolist()
+        backend, _ = play(pattern, batch_size, window=10**6)
+        full = max(batch_size, POOL)
+        assert set(backend.sizes(0, ended=False)) == {batch_size}
+        assert len(backend.sizes(0, ended=True)) == (len(pattern) % batch_size > 0)
+        for exit in (1, 2, 3):
+            assert set(backend.sizes(exit, ended=False)) == {full}
+            rest = backend.sizes(exit, ended=True)
+            assert all(size == full for size in rest[:-1])
+            assert sum(size for k, size, _ in backend.runs if k == exit) == sum(leaves >= exit for leaves in pattern)
+
+    @pytest.mark.parametrize("batch_size", [1, 8, 100])
+    def test_unpooled_every_batch_runs_to_its_end(self, batch_size: int) -> None:
+        pattern = np.random.default_rng(0).choice(4, 300).tolist()
+        backend, _ = play(pattern, batch_size, window=None, pooled=False)
+        expected = []
+        for first in range(0, 300, batch_size):
+            batch = pattern[first : first + batch_size]
+            sizes = [sum(leaves >= exit for leaves in batch) for exit in range(4)]
+            expected += [(exit, size) for exit, size in enumerate(sizes) if size]
+        assert [(exit, size) for exit, size, _ in backend.runs] == expected
+
+    def test_pooling_runs_deep_stages_less_often(self) -> None:
+        pattern = ([0] * 9 + [3]) * 200
+        pooled, plain = (play(pattern, 10, None, pooled)[0] for pooled in (True, False))
+        deep = [sum(exit == 3 for exit, _, _ in backend.runs) for backend in (pooled, plain)]
+        assert deep == [4, 200]  # 200 samples in batches of 64, or one by one
+
+    @pytest.mark.parametrize("window", [1, 10, 64, 1000])
+    def test_a_sample_that_nobody_joins_holds_the_others_up_for_a_window(self, window: int) -> None:
+        """It waits in a pool; the answers behind it wait for it, but no longer than that."""
+        pattern = [3] + [0] * 3000
+        backend = Scripted()
+        taken = 0
+
+        def images() -> Iterator[Sample]:
+            nonlocal taken
+            for taken, exit in enumerate(pattern, start=1):
+                yield taken - 1, exit
+
+        answers = engine.stream(backend, RULE, images(), 1, window)
+        assert next(answers).exit == 3
+        assert taken == window
+
+    def test_errors_alone_are_answered_at_once(self) -> None:
+        taken = 0
+
+        def images() -> Iterator[ew.InputError]:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield ew.InputError("unreadable")
+
+        answers = engine.stream(Scripted(), RULE, images(), batch_size=50)
+        for k in range(1, 10):
+            assert next(answers).error == "unreadable"
+            assert taken == k
+
+
+class TestLazy:
+    def test_nothing_is_taken_before_it_is_asked_for(self) -> None:
+        def images() -> Iterator[Tensor]:
+            raise AssertionError("it was asked for")
+            yield
+
+        classifier().stream(images())
+
+    @pytest.mark.parametrize("batch_size", [1, 4, 32])
+    @pytest.mark.parametrize("window", [1, 20, 40])
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_no_more_is_taken_of_endless_images_than_needed(self, batch_size: int, window: int, pooled: bool) -> None:
+        clf, images = classifier(), some_images(16)
+        taken = 0
+
+        def endless() -> Iterator[Tensor]:
+            nonlocal taken
+            for k in count():
+                taken += 1
+                yield images[k % 16]
+
+        wanted = 30
+        answers = list(islice(clf.stream(endless(), batch_size, window, pooled), wanted))
+        assert [answer.index for answer in answers] == list(range(wanted))
+        assert taken <= wanted + window
+        if not pooled:
+            batch = min(batch_size, window)
+            assert taken <= -(-wanted // batch) * batch
+
+    def test_what_the_images_raise_reaches_the_caller(self) -> None:
+        def images() -> Iterator[Tensor]:
+            yield from some_images(3)
+            raise OSError("the camera is gone")
+
+        answers = classifier().stream(images(), batch_size=1, pooled=False)
+        assert [next(answers).index for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(OSError, match="the camera is gone"):
+            next(answers)
+
+
+def good_and_bad(clf: ew.Classifier, bad: Any, where: int, **options: Any) -> str:
+    """Put something among ten good images; the error of its answer. All others are unharmed."""
+    images = some_images(10)
+    expected = clf(images)
+    items: list[Any] = list(images)
+    items.insert(where, bad)
+    answers = answered(clf, items, **options)
+    assert len(answers) == 11
+    found = answers.pop(where)
+    for k, answer in enumerate(answers):
+        assert answer.error is None
+        assert answer.exit == int(expected.exits[k])
+        assert np.abs(np.asarray(answer.probs) - expected.probs[k].numpy()).max() < 1e-5
+    assert found.probs is None
+    assert found.predicted is found.confidence is None
+    assert found.error
+    assert "\n" not in found.error
+    return found.error
+
+
+NO_IMAGES = [
+    pytest.param(ew.InputError("cat.png cannot be read"), "cat.png cannot be read", id="an error"),
+    pytest.param(None, "NoneType", id="nothing"),
+    pytest.param("cat.png", "str", id="a name"),
+    pytest.param(3, "int", id="a number"),
+    pytest.param([], "list", id="an empty list"),
+    pytest.param(torch.zeros(SHAPE, dtype=torch.uint8), "bytes", id="bytes"),
+    pytest.param(torch.full(SHAPE, float("nan")), "not finite", id="not numbers"),
+    pytest.param(torch.full(SHAPE, inf), "not finite", id="infinite"),
+    pytest.param(torch.full(SHAPE, 3e38), "not finite", id="too large"),
+    pytest.param(np.zeros(SHAPE, dtype=object), "", id="an array of objects"),  # BUG in src: TypeError of torch
+]
+OTHER_IMAGES = [
+    pytest.param(torch.zeros(1, 8, 9), "(1, 8, 9)", id="of another size"),
+    pytest.param(torch.zeros(3, 8, 8), "(3, 8, 8)", id="of more channels"),
+    pytest.param(torch.zeros(8, 8), "(8, 8)", id="without channels"),
+    pytest.param(torch.tensor(1.0), "()", id="a number in a tensor"),
+    pytest.param(torch.zeros(SHAPE, dtype=torch.float64), "float64", id="of another precision"),
+    pytest.param({"image": torch.zeros(SHAPE)}, "", id="a dict"),  # BUG in src: TypeError of torch.stack
+    pytest.param([torch.zeros(SHAPE)], "", id="a list"),  # BUG in src: the same
+]
+
+
+@cache
+def shared() -> ew.Classifier:
+    """One that has counted its costs."""
+    clf = classifier()
+    clf(some_images(1))
+    return clf
+
+
+class TestErrors:
+    @pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"batch_size": 3, "pooled": False}, {"window": 2}])
+    @pytest.mark.parametrize(("bad", "words"), NO_IMAGES + OTHER_IMAGES)
+    def test_one_bad_image_is_an_answer_and_harms_no_other(self, bad: Any, words: str, options: dict[str, Any]) -> None:
+        for where in (5, 10):
+            assert words in good_and_bad(shared(), bad, where, **options)
+
+    @pytest.mark.parametrize(("bad", "words"), NO_IMAGES)
+    def test_the_first_may_be_the_bad_one(self, bad: Any, words: str) -> None:
+        assert words in good_and_bad(shared(), bad, 0)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [torch.zeros(3, 8, 8), torch.zeros(8, 8), torch.tensor(1.0), torch.zeros(SHAPE).long(), [torch.zeros(SHAPE)]],
+        ids=["channels", "dimensions", "number", "whole numbers", "list"],
+    )
+    def test_a_first_image_that_the_net_cannot_take_does_not_end_the_stream(self, bad: Any) -> None:
+        """BUG in src: nothing says of what kind images are but the first, and what the net says of it is raised."""
+        answers = answered(shared(), [bad, *some_images(10)], batch_size=4)
+        assert len(answers) == 11
+        assert answers[0].error
+
+    @pytest.mark.parametrize(
+        "bad",
+        [torch.zeros(1, 8, 9), torch.zeros(3, 8, 8), torch.tensor(1.0), torch.full(SHAPE, inf), None],
+        ids=["size", "channels", "number", "infinite", "nothing"],
+    )
+    def test_nor_is_the_first_the_measure_where_the_shape_is_known(self, bad: Any) -> None:
+        good_and_bad(classifier(preprocessing=BYTES), bad, 0)
+
+    def test_one_that_overflows_at_a_later_exit(self) -> None:
+        """Behind the first stage, which it passes among others."""
+        torch.manual_seed(0)
+        stages = [nn.Identity(), nn.Linear(6, 6)]
+        net = ew.MultiExitNet(stages, [ew.Head(nn.Sigmoid(), nn.Linear(6, 3)), ew.Head(nn.ReLU(), nn.Linear(6, 3))])
+        clf, images = own_classifier(net, (6,))
+        clf = ew.Classifier(net, clf.calibration, ew.Policy((inf, -inf)), costs=(1.0, 2.0))
+        expected = clf(images)
+        broken = images.clone()
+        broken[31] = inf
+        answers = answered(clf, broken, batch_size=8)
+        found = answers[31]
+        assert (found.exit, found.cost) == (1, 2.0)
+        assert found.error == "exit 1 gives probabilities that are not finite"
+        rest = [k for k in range(len(images)) if k != 31]
+        assert all(answers[k].error is None for k in rest)
+        assert torch.allclose(torch.tensor(np.stack([answers[k].probs for k in rest])), expected.probs[rest], atol=1e-5)
+
+    def test_many_of_them(self) -> None:
+        """Bad ones in a row, at the beginning and at the end, more than the window is long."""
+        clf, images = classifier(), some_images(30)
+        expected = clf(images).exits.tolist()
+        bad = [ew.InputError("unreadable")] * 9
+        items = [*bad, *images[:15], *bad, *(torch.full(SHAPE, inf) for _ in range(9)), *images[15:], *bad]
+        answers = answered(clf, items, batch_size=4, window=6)
+        good = [answer.exit for answer in answers if answer.error is None]
+        assert good == expected
+        errors = [answer.index for answer in answers if answer.error is not None]
+        assert errors == [*range(9), *range(24, 42), *range(57, 66)]
+
+    @pytest.mark.parametrize("name", ["batch_size", "window"])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+    def test_sizes_that_make_no_sense_are_refused_at_the_call(self, name: str, value: Any) -> None:
+        refused(lambda: classifier().stream([], **{name: value}), f"`{name}` must be a whole number", repr(value))
+
+    def test_no_batch_size_is_refused(self) -> None:
+        refused(lambda: classifier().stream([], batch_size=None), "`batch_size`")  # type: ignore[arg-type]  # BUG in src
