@@ -24,6 +24,7 @@ tests: .venv/dev.ready
 benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/runtime.py
 
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
 experiments: .venv/dev.ready

@@ -55,7 +55,8 @@ def random_net(preset: str) -> tuple[ew.MultiExitNet, Calibration, list[list[flo
     preds = calibration.predict(trace.val)
     shares = []
     for budget in BUDGETS:
-        policy = ew.fit_policy(preds, costs=trace.costs, budget=budget * trace.costs.values[-1])
+        least = trace.costs.values[0]  # of a tiny net more than a quarter
+        policy = ew.fit_policy(preds, costs=trace.costs, budget=max(least, budget * trace.costs.values[-1]))
         shares.append((np.bincount(policy.exits(preds), minlength=trace.num_exits) / len(trace.val)).tolist())
     return net, calibration, shares, trace.costs
 
@@ -96,16 +97,16 @@ class Timed(OnnxBackend):
         return found
 
 
-def onnx_decision(calibrated: Session, plain: Session, images: torch.Tensor, repeats: int) -> float:
+def onnx_decision(calibrated: Session, policy: ew.Policy, plain: Session, images: torch.Tensor, repeats: int) -> float:
     """What calibrated graphs take more than plain ones, and NumPy's part beside them, in percent of the plain ones."""
     more, beside, base = [], [], []
     for repeat in range(repeats + 1):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(repeat))[:64]
         batch = images[order].numpy()
-        # The plain graphs see the same survivors: thresholds are the calibrated ones', replayed by who is left.
+        # The plain graphs see the same survivors.
         first = Timed(calibrated)
-        total = seconds(lambda: engine.classify(first, calibrated.policy, batch))  # noqa: B023
-        exits = engine.classify(OnnxBackend(calibrated), calibrated.policy, batch)[2]
+        total = seconds(lambda: engine.classify(first, policy, batch))  # noqa: B023
+        exits = engine.classify(OnnxBackend(calibrated), policy, batch)[2]
         second = Timed(plain)
         state = second.start(batch)
         here = np.arange(len(batch))
@@ -133,6 +134,13 @@ def pooling(backend: Callable[[], Any], policy: ew.Policy, images: Any, batch_si
     return median(ratios)
 
 
+def throughput(contender: bench.Contender, policy: ew.Policy, images: torch.Tensor, repeats: int) -> float:
+    """Images per second of a pooled stream in batches of 64."""
+    given = list(contender.images(images))
+    times = [seconds(lambda: list(engine.stream(contender.backend(), policy, given, 64))) for _ in range(repeats + 1)]
+    return len(given) / median(times[1:])
+
+
 def measure(name: str, small: bool) -> dict[str, Any]:
     """Everything about one net, with the threads that torch has now."""
     threads = torch.get_num_threads()
@@ -151,16 +159,23 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     found = bench.measure(made, policies, images, costs.values, sizes, repeats)
     half = policies["50%"]
     plain = ew.Classifier(net, calibration, half)
-    quick = ew.Classifier(net, calibration, half).optimize()
     rounds = 3 if small else 15
-    decisions = {"torch": decision(plain, images, rounds), "optimized": decision(quick, images, rounds)}
+    decisions, full_decisions = (
+        {
+            "torch": decision(ew.Classifier(net, calibration, policy), images, rounds),
+            "optimized": decision(ew.Classifier(net, calibration, policy).optimize(), images, rounds),
+        }
+        for policy in (half, base)
+    )
     with tempfile.TemporaryDirectory() as folder:
         plain.export(Path(folder) / "ours")
         some = images[:32], torch.arange(32) % net.num_classes
         trace = ew.collect(net, [some], [some])
         ew.Classifier(net, ew.calibrate(trace, "MSDNet (vanilla)"), half).export(Path(folder) / "plain")
         sessions = [Session(Path(folder) / each, threads=threads) for each in ("ours", "plain")]
-    decisions["onnx"] = onnx_decision(*sessions, images, rounds)
+    decisions["onnx"] = onnx_decision(sessions[0], half, sessions[1], images, rounds)
+    full_decisions["onnx"] = onnx_decision(sessions[0], base, sessions[1], images, rounds)
+    speeds = {backend: throughput(contender, half, images, repeats) for backend, contender in made.items()}
     streams = {
         backend: {
             str(size): pooling(contender.backend, policies["25%"], list(contender.images(images)), size, repeats)
@@ -173,6 +188,8 @@ def measure(name: str, small: bool) -> dict[str, Any]:
         "net": name,
         "threads": threads,
         "decision, % of the stages at batch 64, half of the cost": decisions,
+        "decision, % of the stages at batch 64, nobody leaves early": full_decisions,
+        "stream at 50%, batch 64, images per second": speeds,
         "stream at 25%, without pooling / with it, by batch size": streams,
         "batch 1, full calibrated net, torch / onnx": full["torch", bench.FULL] / full["onnx", bench.FULL],
         "batch 1, plain torch / full calibrated onnx": full["torch", bench.VANILLA] / full["onnx", bench.FULL],

@@ -367,15 +367,15 @@ class TestNetsAndImages:
         flipped = images.flip(3).contiguous()
         assert same(clf(images[::2]), clf(images[::2].contiguous()))
         assert same(clf(images.numpy()[::2]), clf(images[::2].contiguous()))
-        # BUG in src: ValueError of torch.from_numpy
         assert same(clf(images.numpy()[..., ::-1]), clf(flipped))
+        assert same(clf(images.numpy().astype(">f4")), clf(images))
 
     def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning(self) -> None:
         """As np.asarray of a Pillow picture or a memory map gives them."""
         clf, images = classifier(), some_images(4)
         array = images.numpy().copy()
         array.setflags(write=False)
-        assert same(clf(array), clf(images))  # BUG in src: torch's warning is the user's to read
+        assert same(clf(array), clf(images))
 
     def test_a_net_of_doubles(self) -> None:
         clf, images = classifier(), some_images(40)
@@ -431,7 +431,7 @@ class TestNetsAndImages:
         assert same(copy.deepcopy(twin).optimize()(images), copy.deepcopy(twin.optimize())(images))
 
     def test_it_can_be_given_another_precision(self) -> None:
-        """BUG in src: `.double()` casts what the exits hold, too, but features are always made float32."""
+        """`.double()` casts what the exits hold, too."""
         clf, images = classifier(), some_images(40)
         preds = simulated(clf.net, clf.calibration, images)
         said = clf.double()(images)
@@ -535,16 +535,16 @@ class TestRefused:
 
     @pytest.mark.parametrize("shape", [(5,), (6,), (2, 3, 6)])
     def test_vectors_of_a_wrong_shape(self, shape: tuple[int, ...]) -> None:
-        """BUG in src: what a linear layer takes and the last layer then does not is torch's own RuntimeError."""
+        """What a linear layer takes and the last layer then does not."""
         clf, images = own_classifier(small_net(), (6,))
         clf(images)
         refused(lambda: clf(torch.randn(shape)))
 
     def test_features_of_a_wrong_width(self) -> None:
-        """BUG in src, the same: the neck takes them, the last layer does not."""
+        """The neck takes them, the last layer does not."""
         net = ew.MultiExitNet([nn.ReLU(), nn.ReLU()], [ew.Head(nn.Flatten(), nn.Linear(12, 3)) for _ in range(2)])
         clf, _ = own_classifier(net, (3, 4))
-        refused(lambda: clf(torch.randn(5, 3, 5)), "(5, 3, 5)")
+        refused(lambda: clf(torch.randn(5, 3, 5)), "(3, 5)")
 
     @pytest.mark.parametrize(
         "images",
@@ -558,8 +558,7 @@ class TestRefused:
             pytest.param([torch.randn(3, *SHAPE)], id="a list that the net does not know"),
             pytest.param(torch.zeros(3, *SHAPE, dtype=torch.int64), id="whole numbers"),
             pytest.param(torch.zeros(3, *SHAPE, dtype=torch.complex64), id="complex numbers"),
-            pytest.param(np.zeros((3, *SHAPE), dtype=object), id="an array of objects"),  # BUG in src: TypeError
-            pytest.param(np.zeros((3, *SHAPE), dtype=">f4"), id="an array of the other byte order"),  # BUG: ValueError
+            pytest.param(np.zeros((3, *SHAPE), dtype=object), id="an array of objects"),
         ],
     )
     def test_what_are_no_images(self, images: Any) -> None:
@@ -710,7 +709,7 @@ class StepByStep(nn.Module):
 
 
 class PartTwice(nn.Module):
-    """Cannot be traced, and calls a part twice that can be: there is nothing wrong with folding that."""
+    """Cannot be traced, so nobody knows what it does with its parts: nothing is folded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -734,14 +733,14 @@ class TestFolding:
         ("module", "left"),
         [
             (Fusable, 0),
-            (PartTwice, 0),
+            (PartTwice, 1),
             (ReadTwice, 1),
             (CalledTwice, 2),
             (TwoNames, 1),
             (BatchStatistics, 1),
-            (SharedNorm, 1),  # BUG in src: AssertionError
-            (NormOfSomethingElse, 1),  # BUG in src: folded, and other answers
-            (StepByStep, 1),  # BUG in src: folded, and other answers
+            (SharedNorm, 1),
+            (NormOfSomethingElse, 1),
+            (StepByStep, 1),
         ],
     )
     def test_a_convolution_is_folded_only_where_a_norm_alone_reads_it(self, module: type[nn.Module], left: int) -> None:
@@ -884,7 +883,7 @@ class TestFiles:
     @pytest.mark.parametrize("size", [10**7, 10**18, 10**30])
     @pytest.mark.parametrize("name", ["num_classes", "in_channels"])
     def test_a_header_that_asks_for_a_huge_net_is_refused(self, tmp_path: Path, name: str, size: int) -> None:
-        """BUG in src: sizes beyond 64 bits are torch's own errors."""
+        """Sizes beyond 64 bits would be torch's own errors."""
         path, huge = tmp_path / "clf.safetensors", tmp_path / "huge.safetensors"
         classifier().save(path)
         rewrite(path, huge, model=json.dumps({"preset": "tiny-8", name: size}))

@@ -169,7 +169,7 @@ def test_odd_overrides_are_refused_by_name(argument: str, value: Any) -> None:
 
 
 def test_one_class_is_no_classification() -> None:
-    with pytest.raises(ew.InputError, match="`num_classes` must be a whole number of at least 2, but got 1"):
+    with pytest.raises(ew.InputError, match="`num_classes` must be a whole number from 2 to 1000000, but got 1"):
         models.msdnet("tiny-8", num_classes=1)
 
 

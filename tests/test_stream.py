@@ -120,6 +120,9 @@ class Scripted:
             raise ew.InputError(f"no image but {image!r}")
         return "a sample"
 
+    def check(self, image: Any) -> None:
+        """Any will do."""
+
     def stack(self, images: Sequence[Sample]) -> Array:
         return np.array(images)
 
@@ -326,7 +329,7 @@ NO_IMAGES = [
     pytest.param(torch.full(SHAPE, float("nan")), "not finite", id="not numbers"),
     pytest.param(torch.full(SHAPE, inf), "not finite", id="infinite"),
     pytest.param(torch.full(SHAPE, 3e38), "not finite", id="too large"),
-    pytest.param(np.zeros(SHAPE, dtype=object), "", id="an array of objects"),  # BUG in src: TypeError of torch
+    pytest.param(np.zeros(SHAPE, dtype=object), "", id="an array of objects"),
 ]
 OTHER_IMAGES = [
     pytest.param(torch.zeros(1, 8, 9), "(1, 8, 9)", id="of another size"),
@@ -334,8 +337,8 @@ OTHER_IMAGES = [
     pytest.param(torch.zeros(8, 8), "(8, 8)", id="without channels"),
     pytest.param(torch.tensor(1.0), "()", id="a number in a tensor"),
     pytest.param(torch.zeros(SHAPE, dtype=torch.float64), "float64", id="of another precision"),
-    pytest.param({"image": torch.zeros(SHAPE)}, "", id="a dict"),  # BUG in src: TypeError of torch.stack
-    pytest.param([torch.zeros(SHAPE)], "", id="a list"),  # BUG in src: the same
+    pytest.param({"image": torch.zeros(SHAPE)}, "", id="a dict"),
+    pytest.param([torch.zeros(SHAPE)], "", id="a list"),
 ]
 
 
@@ -364,7 +367,7 @@ class TestErrors:
         ids=["channels", "dimensions", "number", "whole numbers", "list"],
     )
     def test_a_first_image_that_the_net_cannot_take_does_not_end_the_stream(self, bad: Any) -> None:
-        """BUG in src: nothing says of what kind images are but the first, and what the net says of it is raised."""
+        """Nothing says of what kind images are but the first that the net can take."""
         answers = answered(shared(), [bad, *some_images(10)], batch_size=4)
         assert len(answers) == 11
         assert answers[0].error
@@ -413,4 +416,4 @@ class TestErrors:
         refused(lambda: classifier().stream([], **{name: value}), f"`{name}` must be a whole number", repr(value))
 
     def test_no_batch_size_is_refused(self) -> None:
-        refused(lambda: classifier().stream([], batch_size=None), "`batch_size`")  # type: ignore[arg-type]  # BUG in src
+        refused(lambda: classifier().stream([], batch_size=None), "`batch_size`")  # type: ignore[arg-type]

@@ -259,6 +259,11 @@ class TorchBackend:
             _known(known)
         return states.kind(image)
 
+    def check(self, image: Any) -> None:
+        live = self.start(self.stack([image]))
+        for exit in range(self.num_exits):
+            live, _ = self.run(exit, live)
+
     @torch.inference_mode()
     def run(self, exit: int, live: Live) -> tuple[Live, ExitPrediction]:
         classifier = self._classifier

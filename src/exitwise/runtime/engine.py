@@ -47,6 +47,10 @@ class Backend(Protocol[State]):
         """What images of a batch have in common, in words; an `InputError` if this is no image for the net."""
         ...
 
+    def check(self, image: Any) -> None:
+        """An `InputError` if the net cannot take an image of this kind: tried alone, so that it spoils no batch."""
+        ...
+
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
         """Stage and calibrated exit number `exit`: the next state, and what the exit says of every sample."""
         ...
@@ -309,10 +313,8 @@ def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
     if isinstance(image, InputError):
         raise image
     found = backend.kind(image)
-    if kind is None:  # tried alone, so that one that does not fit spoils no batch
-        state = backend.start(backend.stack([image]))
-        for exit in range(backend.num_exits):
-            state, _ = backend.run(exit, state)
+    if kind is None:
+        backend.check(image)
     elif found != kind:
         raise InputError(f"the images of a stream must all be {kind}, as the first is, but this is {found}")
     return found

@@ -126,6 +126,9 @@ class OnnxBackend:
         self._floats(found[None][:0])
         return f"{found.dtype} {found.shape}"
 
+    def check(self, image: Any) -> None:
+        self.start(self.stack([image]))  # its graphs take one shape alone
+
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
         session, graph = self._session._sessions[exit], self._manifest.graphs[exit]
         found = session.run(graph.outputs, dict(zip(graph.inputs, state, strict=True)))
