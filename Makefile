@@ -20,7 +20,7 @@ types: .venv/dev.ready
 tests: .venv/dev.ready
 	$(BIN)/pytest
 
-# Alone on the machine: about twenty minutes.
+# Alone on the machine: about forty minutes.
 benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py

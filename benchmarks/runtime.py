@@ -145,7 +145,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     """Everything about one net, with the threads that torch has now."""
     threads = torch.get_num_threads()
     net, calibration, shares, costs = zoo_small() if name == "cifar100-small" else random_net(name)
-    repeats = 1 if small else 5
+    repeats = 1 if small else 5 if name == "cifar100-small" else 3
     images = torch.randn(32 if small else 512, *SHAPE, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         parts = [net.features(part) for part in torch.split(images, 64)]
@@ -159,7 +159,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     found = bench.measure(made, policies, images, costs.values, sizes, repeats)
     half = policies["50%"]
     plain = ew.Classifier(net, calibration, half)
-    rounds = 3 if small else 15
+    rounds = 3 if small else 3 * repeats
     decisions, full_decisions = (
         {
             "torch": decision(ew.Classifier(net, calibration, policy), images, rounds),
@@ -187,15 +187,64 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     return {
         "net": name,
         "threads": threads,
+        "macs": costs.values[-1],
         "decision, % of the stages at batch 64, half of the cost": decisions,
         "decision, % of the stages at batch 64, nobody leaves early": full_decisions,
         "stream at 50%, batch 64, images per second": speeds,
-        "stream at 25%, without pooling / with it, by batch size": streams,
-        "batch 1, full calibrated net, torch / onnx": full["torch", bench.FULL] / full["onnx", bench.FULL],
-        "batch 1, plain torch / full calibrated onnx": full["torch", bench.VANILLA] / full["onnx", bench.FULL],
+        POOLING: streams,
+        FULL_FULL: full["torch", bench.FULL] / full["onnx", bench.FULL],
+        PLAIN_FULL: full["torch", bench.VANILLA] / full["onnx", bench.FULL],
         "batch 1, plain net, torch / onnx": full["torch", bench.VANILLA] / full["onnx", bench.VANILLA],
         **found.to_dict(),
     }
+
+
+def table(measured: list[dict[str, Any]]) -> list[str]:
+    """The README's rows: a column for each number of threads, and in it the small net and the large one."""
+
+    def row(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
+        cells = []
+        for threads in (1, 2):
+            nets = [found for found in measured if found["threads"] == threads]
+            cells.append("; ".join(cell(found) for found in sorted(nets, key=lambda found: found["macs"])))
+        return f"| {title} | {' | '.join(cells)} |"
+
+    def reached(backend: str, size: int) -> Callable[[dict[str, Any]], str]:
+        def cell(found: dict[str, Any]) -> str:
+            rows = [each for each in found["timings"] if (each["backend"], each["batch_size"]) == (backend, size)]
+            return ", ".join(f"{100 * each['reached']:.0f}" for each in rows if each["reached"] is not None) + " %"
+
+        return cell
+
+    words = {"onnx": "ONNX", "optimized": "torch, optimized", "torch": "torch, eager"}
+    rows = [
+        row(f"part of the bound reached, {word}, batch {size}", reached(backend, size))
+        for backend, word in words.items()
+        for size in (1, 64, 256)
+    ]
+    for leaving in ("half of the cost", "nobody leaves early"):
+        key = f"decision, % of the stages at batch 64, {leaving}"
+        title = f"all that is not stages, {leaving}, batch 64: ONNX, optimized, eager"
+        rows.append(row(title, lambda found, key=key: ", ".join(f"{found[key][each]:.1f}" for each in words) + " %"))
+    for key in (FULL_FULL, PLAIN_FULL):
+        rows.append(row(key, lambda found, key=key: f"{found[key]:.1f}x"))
+    for backend, word in words.items():
+        title = f"pooled stream / the same without pooling, 25 % of the cost, batches of 8 and 16, {word}"
+        rows.append(
+            row(
+                title, lambda found, each=backend: ", ".join(f"{ratio:.2f}x" for ratio in found[POOLING][each].values())
+            )
+        )
+    return rows
+
+
+def _ratios(by_size: dict[str, float]) -> str:
+    return ", ".join(f"{ratio:.2f}x" for ratio in by_size.values())
+
+
+FULL_FULL = "batch 1, full calibrated net: torch eager / ONNX"
+PLAIN_FULL = "batch 1, plain torch eager / full calibrated ONNX"
+POOLING = "stream at 25%, without pooling / with it, by batch size"
 
 
 def main() -> None:

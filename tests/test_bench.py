@@ -88,6 +88,21 @@ def test_budgets_in_milliseconds(run: Path, measured: Any, exitwise: Command) ->
     assert "ms, but got" in too_low.err
 
 
+def test_a_budget_in_milliseconds_is_predicted_and_measured(run: Path, measured: Any, exitwise: Command) -> None:
+    values = measured["costs"]["values"]
+    budget = f"{(values[0] + values[-1]) / 2:.3f}ms"
+    order = ("bench", run, "--backend", "optimized", "--batch-size", 8, "--repeats", 1, "--costs-of", "optimized:8")
+    done = exitwise(*order, "--budget", budget, "--json", "--threads", 1)
+    (run / "bench.json").write_text(json.dumps(measured))
+    row = done.json["timings"][-1]
+    assert row["variant"] == budget
+    # The shares are those that spend the budget by the earlier times; a few dozen pictures vary.
+    spent = sum(share * ms for share, ms in zip(row["exit_shares"], values, strict=True))
+    assert spent == pytest.approx((values[0] + values[-1]) / 2, rel=0.25)
+    assert row["bound_ms"] > 0
+    assert row["ms"] > 0
+
+
 def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
     """The second time for one size only: the file then holds the new times."""
     done = exitwise("bench", run, "--backend", "optimized", "--batch-size", 4, "--repeats", 1, "--costs-of", "torch:4")
@@ -110,10 +125,11 @@ def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
         (["--repeats", "0"], "`--repeats` must be at least 1"),
         (["--batch-size", "0"], "must be at least 1"),
         (["--budget", "5%"], "`budget` must lie between"),
-        (["--budget", "3ms"], "is in ms, but the costs of this run are in MACs"),
+        (["--budget", "0.0001ms"], "ms, but got 0.0001"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], problem: str, run: Path, exitwise: Command) -> None:
+def test_wrong_arguments(arguments: list[str], problem: str, run: Path, measured: Any, exitwise: Command) -> None:
+    assert measured
     done = exitwise("bench", run, *arguments)
     assert done.status == 2
     assert problem in done.err

@@ -48,4 +48,4 @@ def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
     assert set(found["stream at 25%, without pooling / with it, by batch size"]) == backends
     assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
     # Measured at three and more: that it is faster at all is safe to say on any machine.
-    assert found["batch 1, full calibrated net, torch / onnx"] > 1
+    assert found["batch 1, full calibrated net: torch eager / ONNX"] > 1

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Command
@@ -13,8 +14,9 @@ import exitwise as ew
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BENCHMARK, TRAINING = (
-    json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in ("method", "training")
+BENCHMARK, TRAINING, RUNTIME = (
+    json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    for name in ("method", "training", "runtime")
 )
 SPREAD = "ours, compiled, with compiling spread over 30 epochs, against the plain loop"
 
@@ -29,7 +31,7 @@ def test_python_in_the_readme_runs(
     monkeypatch.chdir(tmp_path)
     names = {"train_loader": loader(64), "val_loader": loader(32), "test_loader": loader(32)}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out
@@ -38,6 +40,8 @@ def test_python_in_the_readme_runs(
     assert f"top-1 {shown[1]}" in printed
     assert ew.Trace.load(tmp_path / "trace.safetensors").num_exits == 2
     assert len((tmp_path / "my-run" / "history.csv").read_text().splitlines()) == 4
+    assert "torch.Size([64, 100])" in printed
+    assert (tmp_path / "bundle" / "manifest.json").is_file()
 
 
 def test_the_readmes_way_from_nothing_to_an_evaluated_net(
@@ -111,6 +115,43 @@ def test_figures_of_training_in_the_readme_are_those_of_the_committed_run(thread
     )
     figures = (training[SPREAD], loader["training step / loading its batch"], collect["collect / forward pass"])
     assert shown == [f"{figures[0]:.2f}", f"{figures[1]:.0f}", f"{figures[2]:.2f}"]
+
+
+def test_figures_of_the_runtime_in_the_readme_are_those_of_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import runtime
+
+    part = README.split("<!-- runtime benchmark -->")[1].split("\n## ")[0]
+    rows = runtime.table(RUNTIME["measured"])
+    assert len(rows) > 10
+    for row in rows:
+        assert row in part
+
+
+def test_the_commands_that_deploy_a_net_in_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+) -> None:
+    """As shown, but for the benchmark, which would take minutes: it is asked for less."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number}.jpg")
+    exitwise("demo", "--out", "runs/demo")
+    shown = README.split("<!-- deploy -->")[1].split("\n\n- ")[0]
+    commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
+    assert [words[0] for words in commands] == ["predict", "bench", "export"]
+    less = ["--backend", "torch", "--batch-size", "2", "--repeats", "1", "--costs-of", "torch:2"]
+    for words in commands:
+        done = exitwise(*words, *(less if words[0] == "bench" else []))
+        assert done.status == 0, done.err
+    assert len((tmp_path / "answers.csv").read_text().splitlines()) == 4
+    again = exitwise("predict", "bundle", "photos")
+    assert [line.split(",")[:3] for line in again.out.splitlines()] == [
+        line.split(",")[:3] for line in (tmp_path / "answers.csv").read_text().splitlines()
+    ]
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ class TestRows:
         assert trace.classes is not None
         assert [row["label"] for row in rows] == [trace.classes[k] for k in found.predicted.tolist()]
         assert "40 images" in done.err
-        assert f"{found.mean_cost / 1e6:.4g} million MACs each" in done.err
+        assert f"mean cost {found.mean_cost / 1e6:.4g} million MACs" in done.err
 
     def test_lines_of_json_with_all_probabilities(self, run: Path, folder: Path, exitwise: Command) -> None:
         done = exitwise("predict", run, folder / "00.png", folder / "b", "--budget", "2e7", "--json", "--probs")

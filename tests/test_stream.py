@@ -142,6 +142,12 @@ class Scripted:
     def take(self, state: Array, rows: Array) -> Array:
         return state[rows]
 
+    def keep(self, state: Array, rows: Array) -> Array:
+        here = np.arange(len(rows))
+        assert ((rows == here) | (rows >= len(rows))).all()
+        assert len(set(rows.tolist())) == len(rows)
+        return state[rows]
+
     def join(self, states: Sequence[Array]) -> Array:
         return np.concatenate(states)
 

@@ -91,7 +91,10 @@ def predict(
 def bench(
     run: RunArgument,
     budget: Annotated[
-        list[str] | None, typer.Option(help="Mean cost per image, such as 50% or 2e7 MACs; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Mean cost per image: 50%, 2e7 (MACs), or 2ms by the times of an earlier bench; may be repeated."
+        ),
     ] = None,
     method: MethodOption = OURS,
     backend: Annotated[list[str] | None, typer.Option(help="torch, optimized or onnx; all that can run.")] = None,
@@ -202,10 +205,13 @@ def _print(data: bytes) -> None:
 def _words(summary: "Summary", full: tuple[float, str], seconds: float) -> str:
     from exitwise.show import amount
 
-    said = [f"{summary.images} images in {seconds:.1f} s"]
+    each = f", {1e3 * seconds / summary.images:.3g} ms each with reading and writing" if summary.images else ""
+    said = [f"{summary.images} images in {seconds:.1f} s{each}"]
     if summary.mean_cost is not None:
         answered = summary.images - summary.errors
-        said.append(f"{amount(summary.mean_cost, full[1])} each, {summary.mean_cost / full[0]:.1%} of the full net")
+        said.append(
+            f"mean cost {amount(summary.mean_cost, full[1])}, {summary.mean_cost / full[0]:.1%} of the full net's"
+        )
         shares = ", ".join(f"{count / answered:.1%} at exit {k + 1}" for k, count in sorted(summary.exits.items()))
         said.append(f"left: {shares}")
     if summary.errors:

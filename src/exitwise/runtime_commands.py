@@ -154,11 +154,12 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
     preds, val = calibration.predict(features), calibration.predict(trace.val)
     policies = {}
     for text in trial.budgets or [f"{share:.0%}" for share in benching.BUDGETS]:
-        budget = parse_budget(text, trace.costs)
-        if not trial.budgets and not trace.costs.values[0] <= budget <= trace.costs.values[-1]:
+        known = costs_for(text, run, trace)
+        budget = parse_budget(text, known)
+        if not trial.budgets and budget < known.values[0]:
             notes.append(f"A budget of {text} is left out: the first exit alone costs more.")
             continue
-        policy = fit_policy(val, costs=trace.costs, budget=budget)
+        policy = fit_policy(val, costs=known, budget=budget)
         shares = np.bincount(policy.exits(val), minlength=trace.num_exits) / len(trace.val)
         policies[text] = benching.with_shares(policy, preds, shares.tolist())
     made = benching.contenders(net, calibration, shape, backends, torch.get_num_threads())

@@ -25,7 +25,7 @@ from exitwise.policy import Policy, scores, thresholds_for
 from exitwise.predictions import Array
 from exitwise.results import Result
 from exitwise.runtime import engine
-from exitwise.runtime.classifier import Classifier, TorchBackend
+from exitwise.runtime.classifier import Classifier
 
 BACKENDS = ("torch", "optimized", "onnx")
 BATCH_SIZES = (1, 16, 64, 256)
@@ -116,13 +116,13 @@ def _torch(classifier: Classifier) -> Contender:
     def vanilla(images: Tensor) -> Array:
         net = classifier.net
         with torch.inference_mode():
-            state = TorchBackend(classifier).start(images).state
+            state = classifier.backend().start(images).state
             for stage in net.stages:
                 state = stage(state)
             probs: Array = net.exits[-1](state).softmax(dim=1).numpy()
         return probs
 
-    return Contender(lambda: TorchBackend(classifier), vanilla, lambda images: images)
+    return Contender(classifier.backend, vanilla, lambda images: images)
 
 
 def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Contender:

@@ -2,12 +2,9 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,21 +16,13 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy
-from exitwise.predictions import Array, ExitPrediction
 from exitwise.preprocessing import Preprocessing
 from exitwise.runtime import engine, folding, states
 from exitwise.runtime.engine import Answer, Prediction
 from exitwise.runtime.exits import runtime_exits
+from exitwise.runtime.torch_backend import Evaluating, TorchBackend
 
 FORMAT, VERSION = "exitwise.classifier", 1
-
-
-@dataclass(frozen=True, eq=False)
-class Live:
-    """What is carried from stage to stage for the samples that have not left."""
-
-    state: Any
-    memory: Tensor | None = None
 
 
 class Classifier(nn.Module):
@@ -85,12 +74,11 @@ class Classifier(nn.Module):
         self.optimized = False
         self.costs = _known_costs(costs, policy)
         self._counted: Sequence[MultiExitNet] = (net,)  # whose MACs are counted; in a tuple, so that it is no submodule
-        self._evaluating = _Evaluating(net)
+        self._evaluating = Evaluating(net)
 
     def forward(self, images: Any) -> Prediction:
         """Run stage by stage, letting samples go, until nobody is left; everything in the result is on the CPU."""
-        backend = TorchBackend(self)
-        found = engine.classify(backend, self.policy, images)
+        found = engine.classify(self.backend(), self.policy, images)
         probs, predicted, exits, costs = map(torch.from_numpy, found)
         return Prediction(probs, predicted, exits, costs, self.policy.unit)
 
@@ -103,7 +91,13 @@ class Classifier(nn.Module):
         most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
         becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end.
         """
-        return engine.stream(TorchBackend(self), self.policy, images, batch_size, window, pooled)
+        return engine.stream(self.backend(), self.policy, images, batch_size, window, pooled)
+
+    def backend(self) -> TorchBackend:
+        """What runs its stages, for one call."""
+        return TorchBackend(
+            self.net, self.exits, self._evaluating, self.preprocessing, self.costs_of, channels_last=self.optimized
+        )
 
     def optimize(self) -> Self:
         """Make it quicker on a CPU, in place: BatchNorm folded into convolutions, channels-last memory.
@@ -115,7 +109,7 @@ class Classifier(nn.Module):
             if self.costs is None:
                 self._counted = (copy.deepcopy(self.net).to("meta"),)
             self.net, self.optimized = folding.for_cpu(self.net), True
-            self._evaluating = _Evaluating(self.net)
+            self._evaluating = Evaluating(self.net)
         return self
 
     def costs_of(self, images: Any) -> Costs:
@@ -199,157 +193,6 @@ class Classifier(nn.Module):
         export(self, path, example, force)
 
 
-class TorchBackend:
-    """Runs a classifier's stages, for the engine; one for each call."""
-
-    def __init__(self, classifier: Classifier) -> None:
-        self._classifier = classifier
-        parameter = next(classifier.net.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
-        self._costs: Sequence[float] = ()
-        self._kind = ""
-
-    @property
-    def num_exits(self) -> int:
-        return len(self._classifier.exits)
-
-    @property
-    def num_classes(self) -> int:
-        return self._classifier.net.num_classes
-
-    @property
-    def costs(self) -> Sequence[float]:
-        return self._costs
-
-    @torch.inference_mode()
-    def start(self, images: Any) -> Live:
-        state = states.mapped(self._ready, _tensor(images))
-        states.length(state, "`images`")
-        self._kind = states.kind(states.mapped(lambda tensor: tensor[0] if len(tensor) else tensor, state))
-        if not self._costs:
-            self._costs = self._classifier.costs_of(state).values
-        return Live(state)
-
-    def _ready(self, images: Tensor) -> Tensor:
-        preprocessing = self._classifier.preprocessing
-        images = images.to(self._device)
-        if images.dtype == torch.uint8:
-            images = torch.addcmul(
-                torch.as_tensor(_known(preprocessing).shift, device=self._device),
-                images.float(),
-                torch.as_tensor(_known(preprocessing).scale, device=self._device),
-            )
-        if images.is_floating_point():
-            images = images.to(self._dtype)
-        if self._classifier.optimized and images.dim() == 4:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return images
-
-    def stack(self, images: Sequence[Any]) -> Any:
-        return states.mapped(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
-
-    def kind(self, image: Any) -> str:
-        image, known = _tensor(image), self._classifier.preprocessing
-        found = list(states.tensors(image))
-        if not found:
-            raise InputError(f"an image must be a tensor or an array, but is a {type(image).__name__}")
-        if known is not None and tuple(found[0].shape) != known.shape:
-            raise InputError(f"an image must have shape {known.shape}, but has {tuple(found[0].shape)}")
-        if any(tensor.dtype == torch.uint8 for tensor in found):
-            _known(known)
-        return states.kind(image)
-
-    def check(self, image: Any) -> None:
-        live = self.start(self.stack([image]))
-        for exit in range(self.num_exits):
-            live, _ = self.run(exit, live)
-
-    @torch.inference_mode()
-    def run(self, exit: int, live: Live) -> tuple[Live, ExitPrediction]:
-        classifier = self._classifier
-        with classifier._evaluating:
-            try:
-                state = classifier.net.stages[exit](live.state)
-                said = classifier.exits[exit](classifier.net.exits[exit].features(state), live.memory)
-            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                what = (
-                    f"images of {self._kind}" if exit == 0 else f"what stage {exit - 1} makes of images of {self._kind}"
-                )
-                raise InputError(f"the net cannot take {what}: {reason}") from None
-        probs = said.probs.float().cpu().numpy()
-        variance = None if said.variance is None else said.variance.float().cpu().numpy()
-        return Live(state, said.memory), ExitPrediction.from_probs(probs, variance)
-
-    @torch.inference_mode()
-    def take(self, live: Live, rows: Array) -> Live:
-        where = torch.from_numpy(rows).to(self._device)
-        state = states.mapped(lambda tensor: _select(tensor, where), live.state)
-        return Live(state, None if live.memory is None else _select(live.memory, where))
-
-    @torch.inference_mode()
-    def join(self, lives: Sequence[Live]) -> Live:
-        state = states.mapped(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
-        memories = [live.memory for live in lives if live.memory is not None]
-        return Live(state, torch.cat(memories) if memories else None)
-
-    def length(self, live: Live) -> int:
-        return states.length(live.state)
-
-
-class _Evaluating:
-    """The net's modules in evaluation mode while anyone is inside; the last who leaves puts their own modes back."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
-        self._modules = tuple(net.modules())
-        self._lock = Lock()
-        self._inside = 0
-        self._training: list[nn.Module] = []
-
-    def __reduce__(self) -> tuple[type["_Evaluating"], tuple[nn.Module]]:
-        return _Evaluating, (self._net,)  # a copy has a lock of its own
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._training = [module for module in self._modules if module.training]
-                for module in self._training:
-                    module.training = False
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                for module in self._training:
-                    module.training = True
-
-
-def _select(tensor: Tensor, where: Tensor) -> Tensor:
-    """Some samples, in the same memory format; half again as fast as `tensor[where]`."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
-    return tensor.index_select(0, where)
-
-
-def _tensor(images: Any) -> Any:
-    """An array as a tensor, whatever its strides and its byte order."""
-    if not isinstance(images, np.ndarray):
-        return images
-    try:
-        plain = images.astype(images.dtype.newbyteorder("="), order="C", copy=not images.flags.writeable)
-        return torch.from_numpy(plain if plain.flags.c_contiguous else plain.copy())
-    except TypeError:
-        raise InputError(f"an image must hold numbers, but holds {images.dtype}") from None
-
-
-def _known(preprocessing: Preprocessing | None) -> Preprocessing:
-    if preprocessing is None:
-        raise InputError("bytes must be normalised first: give the Classifier a `preprocessing`, or floats")
-    return preprocessing
-
-
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names begin so, by the rest of their names."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -362,10 +205,7 @@ def _check_heads(net: MultiExitNet, calibration: Calibration) -> None:
             f"`calibration` must have {len(net.exits)} exits as the net has, but has {len(calibration.exits)}"
         )
     for k, (mine, its) in enumerate(zip(net.exits, calibration.exits, strict=True)):
-        pairs = ((mine.last.weight, its.head.weight), (mine.last.bias, its.head.bias))
-        if not all(
-            a is b is None or (a is not None and b is not None and torch.equal(a.float().cpu(), b)) for a, b in pairs
-        ):
+        if not _same(mine.last.weight, its.head.weight) or not _same(mine.last.bias, its.head.bias):
             raise InputError(f"`calibration` is of another net: the last layer of exit {k} has other weights")
 
 

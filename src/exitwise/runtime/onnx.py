@@ -139,6 +139,12 @@ class OnnxBackend:
     def take(self, state: State, rows: Array) -> State:
         return tuple(array[rows] for array in state)
 
+    def keep(self, state: State, rows: Array) -> State:
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        for array in state:  # which is ours alone, so that only those who fill gaps have to be copied
+            array[moved] = array[rows[moved]]
+        return tuple(array[: len(rows)] for array in state)
+
     def join(self, states: Sequence[State]) -> State:
         return tuple(np.concatenate(arrays) for arrays in zip(*states, strict=True))
 
