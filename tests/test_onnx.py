@@ -199,6 +199,24 @@ class TestAsTorch:
                 assert all(np.abs(said.probs - its.probs).max() < 1e-6 for said in found)
 
 
+def test_a_stage_that_hands_its_input_on_leaves_the_images_alone(tmp_path: Path) -> None:
+    """Survivors are moved within arrays that must not be the caller's."""
+    torch.manual_seed(0)
+    heads = [ew.Head(nn.Identity(), nn.Linear(6, 4)) for _ in range(3)]
+    net = ew.MultiExitNet([nn.Identity(), nn.Identity(), nn.Linear(6, 6)], heads).eval()
+    images, labels = torch.randn(300, 6), torch.arange(300) % 4
+    trace = ew.collect(net, [(images, labels)], [(images, labels)], costs=[1, 2, 3])
+    calibration = ew.calibrate(trace)
+    policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=2.0)
+    clf = ew.Classifier(net, calibration, policy)
+    clf.export(tmp_path / "bundle", example=images)
+    given = images.numpy().copy()
+    found = Session(tmp_path / "bundle", threads=1)(given)
+    assert np.array_equal(given, images.numpy())
+    assert np.bincount(found.exits).min() > 50
+    assert np.abs(found.probs - clf(images).probs.numpy()).max() < CLOSE
+
+
 class TestImagesRefused:
     @pytest.mark.parametrize(
         "images",

@@ -423,3 +423,15 @@ class TestErrors:
 
     def test_no_batch_size_is_refused(self) -> None:
         refused(lambda: classifier().stream([], batch_size=None), "`batch_size`")  # type: ignore[arg-type]
+
+
+def test_those_who_wait_longest_go_first() -> None:
+    pool: engine._Pool[Array] = engine._Pool()
+    for start in (0, 5, 10):
+        ids = np.arange(start, start + 5)
+        pool.add(np.stack([ids, ids], axis=1), ids)
+    backend = Scripted()
+    assert pool.take(backend, 7)[1].tolist() == list(range(7))
+    assert pool.waiting == 8
+    assert pool.take(backend, 100)[1].tolist() == list(range(7, 15))
+    assert pool.waiting == 0

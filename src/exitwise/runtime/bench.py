@@ -40,7 +40,7 @@ class Timing(Result):
     """One contender on batches of one size. Times are milliseconds per image.
 
     `bound_ms` is what the times of full-batch stages add up to for the share of samples that each stage saw, which is
-    also what a policy in milliseconds predicts; `reached` is the part of that speed that became real.
+    also what a policy in milliseconds predicts; `reached` is the part of that speed that became real, round by round.
     """
 
     backend: str
@@ -163,10 +163,10 @@ def measure(
     timings: list[Timing] = []
     total = len(batch_sizes) * (repeats + 1)
     for number, size in enumerate(batch_sizes):
-        count = min(len(images), size * max(2, 64 // size) if size > 1 else 32)
+        count = min(len(images), max(size, 128) if size > 1 else 32)
         times: dict[tuple[str, str], list[float]] = {}
         stage_times: dict[str, list[Array]] = {name: [] for name in made}
-        reach: dict[str, list[Array]] = {}
+        reach: dict[tuple[str, str], list[Array]] = {}
         for repeat in range(-1, repeats):  # the first is for warming up
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(repeat + 1))[:count]
             for name, contender in made.items():
@@ -177,7 +177,8 @@ def measure(
                 for label, policy in policies.items():
                     left: list[Array] = []
                     found[label] = _seconds(lambda: left.extend(_exits(contender, policy, batches)))  # noqa: B023
-                    reach.setdefault(label, []).append(_reach(np.concatenate(left), exits))
+                    if repeat >= 0:
+                        reach.setdefault((name, label), []).append(_reach(np.concatenate(left), exits))
                 if repeat >= 0:
                     stage_times[name].append(per_stage)
                     for label, seconds in found.items():
@@ -190,12 +191,13 @@ def measure(
             for label, each in ms.items():
                 row = Timing(name, size, label, each, ms[VANILLA] / each)
                 if label in policies:
-                    seen = np.mean(reach[label], axis=0)
-                    bound, shares = float(seen @ per_stage), -np.diff([*seen, 0.0])
+                    seen = np.array(reach[name, label])  # (rounds, K)
+                    bounds = seen @ per_stage
+                    shares = -np.diff(seen.mean(axis=0), append=0.0)
                     row = replace(
                         row,
-                        bound_ms=bound,
-                        reached=bound / each,
+                        bound_ms=median(bounds),
+                        reached=median(bounds / (1e3 * np.array(times[name, label]) / count)),
                         mac_speedup=float(macs[-1] / (shares @ np.asarray(macs))),
                         exit_shares=tuple(shares.tolist()),
                     )
