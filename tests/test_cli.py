@@ -270,7 +270,7 @@ def test_bad_usage_is_one_line_and_status_two(exitwise: Command, arguments: list
     [
         (["evaluate", "--budget", "5e6"], "6859876 to 38042768 MACs"),
         (["evaluate", "--budget", "4e7"], "6859876 to 38042768 MACs"),
-        (["evaluate", "--budget", "12ms"], "in ms, but the costs of this run are in MACs"),
+        (["evaluate", "--budget", "12ms"], "has no times yet: run `exitwise bench"),
         (["evaluate", "--budget", "much"], "must be like 2e7, 50% or 12ms"),
         (["evaluate", "--budget", "nan"], "must be like 2e7, 50% or 12ms"),
         (["evaluate"], "Missing option '--budget'"),

@@ -152,6 +152,10 @@ def test_the_commands_that_deploy_a_net_in_the_readme(
     assert [line.split(",")[:3] for line in again.out.splitlines()] == [
         line.split(",")[:3] for line in (tmp_path / "answers.csv").read_text().splitlines()
     ]
+    for option in ("--budget", "50%"), ("--method", "T_opt"), ("--score", "entropy"):
+        refused = exitwise("predict", "bundle", "photos", *option)
+        assert refused.status == 2
+        assert "thresholds of its own" in refused.err
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,11 +142,10 @@ class Scripted:
     def take(self, state: Array, rows: Array) -> Array:
         return state[rows]
 
-    def keep(self, state: Array, rows: Array) -> Array:
-        here = np.arange(len(rows))
-        assert ((rows == here) | (rows >= len(rows))).all()
-        assert len(set(rows.tolist())) == len(rows)
-        return state[rows]
+    def keep(self, state: Array, gone: Array) -> tuple[Array, Array]:
+        """In an order of its own, as any backend may."""
+        rows = np.flatnonzero(~gone)[::-1]
+        return state[rows], rows
 
     def join(self, states: Sequence[Array]) -> Array:
         return np.concatenate(states)

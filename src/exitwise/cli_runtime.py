@@ -18,7 +18,7 @@ Budget = Annotated[
     str | None,
     typer.Option(help="Mean cost per image: 2e7 (MACs), 50% of the full net's, or 12ms; the last evaluated one."),
 ]
-MethodOption = Annotated[str, typer.Option(help="One of the twelve methods, by the paper's name.")]
+MethodOption = Annotated[str | None, typer.Option(help=f"One of the twelve methods, by the paper's name; {OURS}.")]
 Score = Annotated[str | None, typer.Option(help="What decides: confidence, entropy or variance.")]
 Threads = Annotated[int | None, typer.Option(help="Threads to compute with; as many as there are cores.")]
 
@@ -27,10 +27,10 @@ def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or an ONNX bundle.", show_default=False)],
     images: Annotated[
         list[str],
-        typer.Argument(metavar="IMAGES...", help="Files, folders, or - for a list on stdin.", show_default=False),
+        typer.Argument(metavar="IMAGES", help="Files, folders, or - for a list on stdin.", show_default=False),
     ],
     budget: Budget = None,
-    method: MethodOption = OURS,
+    method: MethodOption = None,
     score: Score = None,
     net: Net = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; stdout if not given.")] = None,
@@ -96,7 +96,7 @@ def bench(
             help="Mean cost per image: 50%, 2e7 (MACs), or 2ms by the times of an earlier bench; may be repeated."
         ),
     ] = None,
-    method: MethodOption = OURS,
+    method: MethodOption = None,
     backend: Annotated[list[str] | None, typer.Option(help="torch, optimized or onnx; all that can run.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="May be repeated; 1, 16, 64 and 256.")] = None,
     threads: Threads = None,
@@ -124,7 +124,7 @@ def bench(
             opened,
             runtime_commands.Trial(
                 budgets=tuple(budget or ()),
-                method=method,
+                method=method or OURS,
                 backends=tuple(backend or ()),
                 batch_sizes=tuple(batch_size or ()),
                 repeats=repeats,
@@ -147,7 +147,7 @@ def export(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put the bundle.", show_default=False)],
     budget: Budget = None,
-    method: MethodOption = OURS,
+    method: MethodOption = None,
     score: Score = None,
     net: Net = None,
     force: Force = False,

@@ -50,7 +50,8 @@ def parse_budget(text: str, costs: Costs) -> float:
 
 def costs_for(budget: str, run: Run, trace: Trace) -> Costs:
     """What exits cost, in the unit of a budget: MACs from the trace, or milliseconds as `exitwise bench` measured."""
-    return run.measured_costs() if budget.strip().lower().endswith("ms") else trace.costs
+    in_ms = budget.strip().lower().endswith("ms")
+    return run.measured_costs() if in_ms and trace.costs.unit != "ms" else trace.costs
 
 
 def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:

@@ -18,7 +18,7 @@ from exitwise.commands import FILE_SIZE, calibration_of, costs_for, net_of, pars
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.files import write_json
-from exitwise.methods import method_named
+from exitwise.methods import OURS, method_named
 from exitwise.net import MultiExitNet
 from exitwise.policy import check_request, fit_policy
 from exitwise.preprocessing import Preprocessing
@@ -32,10 +32,10 @@ from exitwise.tune import Tuner
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of a run's classifiers is meant; what is None is that of the last evaluation."""
+    """Which of a run's classifiers is meant; what is None is that of the last evaluation, the method the whole one."""
 
     budget: str | None
-    method: str
+    method: str | None
     score: str | None = None
     net: str | None = None
 
@@ -56,7 +56,7 @@ def preprocessing_of(run: Run) -> Preprocessing:
 
 def classifier_of(run: Run, choice: Choice) -> Classifier:
     """The run's net, calibrated, with thresholds for a budget, fitted on the validation split."""
-    method = method_named(choice.method)
+    method = method_named(choice.method or OURS)
     last = run.policy()
     trace = run.trace()
     budget, score = choice.budget, choice.score
@@ -81,8 +81,8 @@ def opened(place: Path, choice: Choice, threads: int | None) -> Classifier | Ses
     """A run as a quick classifier, or a bundle as a session."""
     if not (place / MANIFEST).is_file():
         return classifier_of(Run(place), choice).optimize()
-    if choice.budget is not None or choice.score is not None or choice.net is not None:
-        raise InputError(f"{place} is a bundle with its own thresholds: export another one for another budget")
+    if choice != Choice(None, None):
+        raise InputError(f"{place} is a bundle with a method, a net and thresholds of its own: export another one")
     return Session(place, threads=threads)
 
 

@@ -59,8 +59,11 @@ class Backend(Protocol[State]):
         """The samples of a state at some positions."""
         ...
 
-    def keep(self, state: State, rows: Array) -> State:
-        """The same where the state is not needed any more, and rows[i] is i or beyond the last i."""
+    def keep(self, state: State, gone: Array) -> tuple[State, Array]:
+        """The state without some of its samples, and where the others were in it: in whatever order is cheapest.
+
+        The state itself is not needed any more.
+        """
         ...
 
     def join(self, states: Sequence[State]) -> State:
@@ -94,16 +97,9 @@ def step(backend: Backend[State], policy: Policy, exit: int, state: State, ids: 
     if gone.all():
         return state, ids[:0], left
     if gone.any():
-        rows = _compacted(gone)
-        state, ids = backend.keep(state, rows), ids[rows]
+        state, rows = backend.keep(state, gone)
+        ids = ids[rows]
     return state, ids, left
-
-
-def _compacted(gone: Array) -> Array:
-    """Positions of the survivors: each stays where it is, but for those at the end, who fill the gaps before them."""
-    rows = np.arange(len(gone) - np.count_nonzero(gone))
-    rows[gone[: len(rows)]] = len(rows) + np.flatnonzero(~gone[len(rows) :])
-    return rows
 
 
 def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Array, Array, Array, Array]:

@@ -139,11 +139,14 @@ class OnnxBackend:
     def take(self, state: State, rows: Array) -> State:
         return tuple(array[rows] for array in state)
 
-    def keep(self, state: State, rows: Array) -> State:
-        moved = np.flatnonzero(rows != np.arange(len(rows)))
-        for array in state:  # which is ours alone, so that only those who fill gaps have to be copied
-            array[moved] = array[rows[moved]]
-        return tuple(array[: len(rows)] for array in state)
+    def keep(self, state: State, gone: Array) -> tuple[State, Array]:
+        """Survivors at the end fill the gaps before them: the arrays are ours alone, so nobody else has to move."""
+        rows = np.arange(len(gone) - np.count_nonzero(gone))
+        gaps = np.flatnonzero(gone[: len(rows)])
+        rows[gaps] = len(rows) + np.flatnonzero(~gone[len(rows) :])
+        for array in state:
+            array[gaps] = array[rows[gaps]]
+        return tuple(array[: len(rows)] for array in state), rows
 
     def join(self, states: Sequence[State]) -> State:
         return tuple(np.concatenate(arrays) for arrays in zip(*states, strict=True))

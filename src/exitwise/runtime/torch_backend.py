@@ -144,7 +144,10 @@ class TorchBackend:
         state = states.mapped(lambda tensor: _select(tensor, where), live.state)
         return Live(state, None if live.memory is None else _select(live.memory, where))
 
-    keep = take  # in place it would be quicker, but a stage may hand its input on, and hooks may hold what it made
+    def keep(self, live: Live, gone: Array) -> tuple[Live, Array]:
+        """In place would be quicker, but a stage may hand its input on, and hooks may hold what it made."""
+        rows = np.flatnonzero(~gone)
+        return self.take(live, rows), rows
 
     @torch.inference_mode()
     def join(self, lives: Sequence[Live]) -> Live:
