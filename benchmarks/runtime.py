@@ -38,11 +38,7 @@ def zoo_small() -> tuple[ew.MultiExitNet, Calibration, list[list[float]], ew.Cos
     assert trace.test is not None
     calibration = ew.calibrate(trace)
     val, test = calibration.predict(trace.val), calibration.predict(trace.test)
-    shares = []
-    for budget in BUDGETS:
-        policy = ew.fit_policy(val, costs=trace.costs, budget=budget * trace.costs.values[-1])
-        shares.append((np.bincount(policy.exits(test), minlength=trace.num_exits) / len(trace.test)).tolist())
-    return net, calibration, shares, trace.costs
+    return net, calibration, shares_by_budget(val, test, trace.costs), trace.costs
 
 
 def random_net(preset: str) -> tuple[ew.MultiExitNet, Calibration, list[list[float]], ew.Costs]:
@@ -53,12 +49,17 @@ def random_net(preset: str) -> tuple[ew.MultiExitNet, Calibration, list[list[flo
     trace = ew.collect(net, [(images, labels)], [(images, labels)])
     calibration = ew.calibrate(trace)
     preds = calibration.predict(trace.val)
+    return net, calibration, shares_by_budget(preds, preds, trace.costs), trace.costs
+
+
+def shares_by_budget(val: ew.Predictions, test: ew.Predictions, costs: ew.Costs) -> list[list[float]]:
+    """Of the samples that leave at each exit of test, with thresholds for each budget fitted on val."""
     shares = []
     for budget in BUDGETS:
-        least = trace.costs.values[0]  # of a tiny net more than a quarter
-        policy = ew.fit_policy(preds, costs=trace.costs, budget=max(least, budget * trace.costs.values[-1]))
-        shares.append((np.bincount(policy.exits(preds), minlength=trace.num_exits) / len(trace.val)).tolist())
-    return net, calibration, shares, trace.costs
+        spent = max(costs.values[0], budget * costs.values[-1])  # a tiny net's first exit takes more than a quarter
+        policy = ew.fit_policy(val, costs=costs, budget=spent)
+        shares.append(bench.exit_shares(policy, test))
+    return shares
 
 
 def decision(classifier: ew.Classifier, images: torch.Tensor, repeats: int) -> float:
@@ -147,10 +148,8 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     net, calibration, shares, costs = zoo_small() if name == "cifar100-small" else random_net(name)
     repeats = 1 if small else 5 if name == "cifar100-small" else 3
     images = torch.randn(32 if small else 512, *SHAPE, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        parts = [net.features(part) for part in torch.split(images, 64)]
-    preds = calibration.predict([torch.cat(rows) for rows in zip(*parts, strict=True)])
-    base = ew.Policy((*[float("inf")] * (len(costs) - 1), float("-inf")), costs=costs.values)
+    preds = bench.predictions(net, calibration, images)
+    base = bench.nobody_leaves(costs.values)
     policies = {
         f"{budget:.0%}": bench.with_shares(base, preds, share) for budget, share in zip(BUDGETS, shares, strict=True)
     }
@@ -230,11 +229,7 @@ def table(measured: list[dict[str, Any]]) -> list[str]:
         rows.append(row(key, lambda found, key=key: f"{found[key]:.1f}x"))
     for backend, word in words.items():
         title = f"pooled stream / the same without pooling, 25 % of the cost, batches of 8 and 16, {word}"
-        rows.append(
-            row(
-                title, lambda found, each=backend: ", ".join(f"{ratio:.2f}x" for ratio in found[POOLING][each].values())
-            )
-        )
+        rows.append(row(title, lambda found, each=backend: _ratios(found[POOLING][each])))
     return rows
 
 

@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from exitwise import cli
+from exitwise import cli, zoo
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -51,6 +52,14 @@ def exitwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return Outcome(int(end.value.code or 0), captured.out, captured.err)
 
     return run
+
+
+def zoo_run(place: Path) -> Path:
+    """The zoo's net as a run in a new folder, as the demo copies it, without calibrations."""
+    place.mkdir()
+    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
+        shutil.copyfile(zoo.path(name), place / name)
+    return place
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:

@@ -1,16 +1,14 @@
 """`exitwise bench` and budgets in milliseconds: that the figures follow from each other, not how large they are."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, zoo_run
 
 import exitwise as ew
-from exitwise import zoo
 from exitwise.runtime import bench
 
 SIZES = ("--batch-size", 1, "--batch-size", 8)
@@ -18,11 +16,7 @@ SIZES = ("--batch-size", 1, "--batch-size", 8)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("bench") / "run"
-    place.mkdir()
-    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
-        shutil.copyfile(zoo.path(name), place / name)
-    return place
+    return zoo_run(tmp_path_factory.mktemp("bench") / "run")
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, zoo_run
 from PIL import Image
 
 import exitwise as ew
-from exitwise import zoo
 
 FIELDS = ["image", "predicted", "label", "confidence", "exit", "cost", "error"]
 
@@ -33,10 +32,7 @@ def noise(seed: int, shape: tuple[int, ...] = (32, 32, 3)) -> np.ndarray:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The zoo's net as a run, calibrated."""
-    place = tmp_path_factory.mktemp("predict") / "run"
-    place.mkdir()
-    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
-        shutil.copyfile(zoo.path(name), place / name)
+    place = zoo_run(tmp_path_factory.mktemp("predict") / "run")
     trace = ew.Trace.load(place / "trace.safetensors")
     made = ew.calibrate(trace)
     made.save(place / "calibrations" / f"{made.method.slug}.safetensors")

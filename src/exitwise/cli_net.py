@@ -81,7 +81,7 @@ def train(
     order = train_commands.Order(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
     machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
     means = train_commands.Means(machine, accumulate, workers, checkpoint_minutes)
-    _check_numbers(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
+    check_numbers(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
     if workers < 0 or checkpoint_minutes < 0:
         raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
     if resume:
@@ -169,7 +169,8 @@ def collect(
     return None
 
 
-def _check_numbers(**values: int | None) -> None:
+def check_numbers(**values: int | None) -> None:
+    """Refuse options that are given and below 1."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise InputError(f"`--{name.replace('_', '-')}` must be at least 1, but got {value}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exitwise.cli_net import Force, Json, Net, RunArgument, print_json
+from exitwise.cli_net import Force, Json, Net, RunArgument, check_numbers, print_json
 from exitwise.errors import InputError
 from exitwise.methods import OURS
 
@@ -50,7 +50,7 @@ def predict(
     from exitwise import predicting, rows, runtime_commands
     from exitwise.live import bars
 
-    _check(batch_size=batch_size, threads=threads)
+    check_numbers(batch_size=batch_size, threads=threads)
     kind = _format(format, out, as_json)
     if probs and kind != "jsonl":
         raise InputError("--probs needs --format jsonl")
@@ -116,7 +116,9 @@ def bench(
     from exitwise.live import bars
     from exitwise.run import Run
 
-    _check(threads=threads, repeats=repeats, **{f"batch_size {i}": size for i, size in enumerate(batch_size or [])})
+    check_numbers(
+        threads=threads, repeats=repeats, **{f"batch_size {i}": size for i, size in enumerate(batch_size or [])}
+    )
     _set_threads(threads)
     opened = Run(run)
     with bars() as progress:
@@ -169,12 +171,6 @@ def export(
         f"Try it: exitwise predict {out} IMAGES, or from Python: exitwise.runtime.onnx.Session({str(out)!r})"
     )
     return None
-
-
-def _check(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise InputError(f"`--{name.replace('_', '-')}` must be at least 1, but got {value}")
 
 
 def _format(format: str | None, out: Path | None, as_json: bool) -> str:

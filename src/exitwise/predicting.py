@@ -5,7 +5,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,4 +138,4 @@ def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) 
         if (name := next(left, None)) != row["image"]:
             other = "there are no more pictures" if name is None else f"picture {count} is {name}"
             raise InputError(f"{path}: row {count} is of {row['image']}, but {other}: not the list it was made from")
-    return chain(left), count
+    return left, count

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from exitwise import checkpoint, data
@@ -147,11 +146,8 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
     net = own_net_of(run, trial.net)
     shape = preprocessing_of(run).shape
     images = torch.randn(max(_IMAGES, *batch_sizes), *shape, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        features = [
-            torch.cat(rows) for rows in zip(*(net.features(part) for part in torch.split(images, 64)), strict=True)
-        ]
-    preds, val = calibration.predict(features), calibration.predict(trace.val)
+    preds = benching.predictions(net, calibration, images)
+    val = calibration.predict(trace.val)
     policies = {}
     for text in trial.budgets or [f"{share:.0%}" for share in benching.BUDGETS]:
         known = costs_for(text, run, trace)
@@ -160,8 +156,7 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
             notes.append(f"A budget of {text} is left out: the first exit alone costs more.")
             continue
         policy = fit_policy(val, costs=known, budget=budget)
-        shares = np.bincount(policy.exits(val), minlength=trace.num_exits) / len(trace.val)
-        policies[text] = benching.with_shares(policy, preds, shares.tolist())
+        policies[text] = benching.with_shares(policy, preds, benching.exit_shares(policy, val))
     made = benching.contenders(net, calibration, shape, backends, torch.get_num_threads())
     found = benching.measure(made, policies, images, trace.costs.values, batch_sizes, trial.repeats, progress)
     costs = found.costs(backend, int(size))

@@ -22,7 +22,7 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy, scores, thresholds_for
-from exitwise.predictions import Array
+from exitwise.predictions import Array, Predictions
 from exitwise.results import Result
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
@@ -99,7 +99,7 @@ def contenders(
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
     made = {}
     for name in names:
-        classifier = Classifier(net, calibration, _nobody_leaves(len(net.stages)))
+        classifier = Classifier(net, calibration, nobody_leaves(range(1, len(net.stages) + 1)))
         if name == "onnx":
             made[name] = _onnx(classifier, shape, threads)
         else:
@@ -108,8 +108,22 @@ def contenders(
     return made
 
 
-def _nobody_leaves(exits: int) -> Policy:
-    return Policy((*[float("inf")] * (exits - 1), float("-inf")), costs=tuple(range(1, exits + 1)))
+def nobody_leaves(costs: Sequence[float]) -> Policy:
+    """Everyone goes on to the last of the exits that cost this much."""
+    return Policy((*[float("inf")] * (len(costs) - 1), float("-inf")), costs=tuple(costs))
+
+
+def predictions(net: MultiExitNet, calibration: Calibration, images: Tensor) -> Predictions:
+    """What every exit says of images, which all go through the whole net."""
+    with torch.inference_mode():
+        parts = [net.features(part) for part in torch.split(images, 64)]
+    return calibration.predict([torch.cat(rows) for rows in zip(*parts, strict=True)])
+
+
+def exit_shares(policy: Policy, preds: Predictions) -> list[float]:
+    """(K,) of the samples that leave at each exit."""
+    shares: list[float] = (np.bincount(policy.exits(preds), minlength=len(preds)) / preds.shape[1]).tolist()
+    return shares
 
 
 def _torch(classifier: Classifier) -> Contender:
@@ -213,7 +227,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 def _stage_seconds(contender: Contender, batch: Any, exits: int) -> list[float]:
     """(K,) of each stage with its calibrated exit and the look at its answer, on the full batch."""
-    backend, nobody = contender.backend(), _nobody_leaves(exits)
+    backend, nobody = contender.backend(), nobody_leaves(range(1, exits + 1))
     state, found = backend.start(batch), []
     for exit in range(exits):
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """How samples leave: the loop over exits, for one batch and for a stream, whoever computes. NumPy alone.
 
-What computes is a backend: torch (`classifier.py`) or onnxruntime (`onnx.py`). It knows how to run a stage with its
+What computes is a backend: torch (`torch_backend.py`) or onnxruntime (`onnx.py`). It knows how to run a stage with its
 calibrated exit on a state, and how to take some samples of a state or join states; the state itself is its own affair.
 """
 
