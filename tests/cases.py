@@ -1,10 +1,16 @@
-"""Small traces and nets that tests share: random, but shaped like the real thing."""
+"""Small traces, nets and predictions that tests share: random, but shaped like the real thing."""
 
+from typing import Any
+
+import numpy as np
 import torch
+from oracles import random_probs
 from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise.laplace import Curvature, CurvatureSum
+from exitwise.predictions import ExitPrediction, Predictions
+from exitwise.scores import scores
 from exitwise.trace import HeadWeights, Split, Trace
 
 
@@ -55,3 +61,46 @@ def small_net(classes: int = 4) -> ew.MultiExitNet:
     stages = [nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Identity()]
     heads = [ew.Head(nn.Identity(), nn.Linear(8, classes, bias=k != 1)) for k in range(3)]
     return ew.MultiExitNet(stages, heads)
+
+
+COSTS = (1.0, 2.5, 3.0, 7.0, 8.0, 20.0)
+MILLISECONDS = ew.Costs((2.0, 3.0, 12.0), unit="ms")
+
+
+def with_draws(seed: int, exits: int, samples: int, kind: str = "float64") -> Predictions:
+    """Predictions for which every score exists."""
+    probs = random_probs(seed, exits, samples, 4, kind)
+    variance = np.random.default_rng(seed).integers(0, 8, (exits, samples)) / 100
+    return Predictions(
+        probs.shape, lambda: (ExitPrediction.from_probs(exit) for exit in probs), lambda predicted: variance
+    )
+
+
+def of_confidence(confidence: Any) -> np.ndarray:
+    """(K, n, 2) probabilities with these confidences, each at least one half."""
+    confidence = np.asarray(confidence)
+    return np.stack([confidence, 1 - confidence], axis=2)
+
+
+def without_ties(seed: int, exits: int, samples: int, dtype: str = "float64") -> np.ndarray:
+    """(K, n, 2) whose confidences are evenly spaced at every exit, in another order at each."""
+    rng = np.random.default_rng(seed)
+    spaced = np.linspace(0.55, 0.95, samples)
+    return of_confidence([rng.permutation(spaced) for _ in range(exits)]).astype(dtype)
+
+
+def exact(preds: Any, score: str = "confidence") -> np.ndarray:
+    """(K, n) scores without what parts equal ones."""
+    return scores(preds, score).astype(np.float32)
+
+
+def runtime_exits(policy: ew.Policy, preds: Predictions) -> list[int]:
+    """Exits as a runtime finds them: survivors only, exit by exit."""
+    taken = np.full(preds.shape[1], -1)
+    here, memory = np.arange(preds.shape[1]), None
+    for k, said in enumerate(preds.exits(variance=True)):
+        variance = None if said.variance is None else said.variance[here]
+        gone, memory = policy.stops(k, ExitPrediction.from_probs(said.probs[here], variance), memory)
+        taken[here[gone]] = k
+        here, memory = here[~gone], None if memory is None else memory[~gone]
+    return taken.tolist()

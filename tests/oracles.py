@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import permutations
-from math import floor, inf, log, nan
+from itertools import permutations, product
+from math import floor, inf, log, nan, prod
 from statistics import fmean
 from typing import Any
 
@@ -50,6 +50,32 @@ def first_exit_reached(scores: Rows, thresholds: Sequence[float]) -> list[int]:
     return [
         next(k for k, threshold in enumerate(thresholds) if scores[k][i] >= threshold) for i in range(len(scores[0]))
     ]
+
+
+def best_of_all_cuts(scores: np.ndarray, values: np.ndarray, costs: np.ndarray, budget: float) -> float:
+    """The largest mean value within the budget that any thresholds reach, by trying all of them."""
+    candidates = [[*row.tolist(), inf] for row in scores[:-1]]
+    best = -inf
+    for thresholds in product(*candidates):
+        taken = first_exit_reached(scores.tolist(), (*thresholds, -inf))
+        if fmean(costs[k] for k in taken) <= budget + 1e-12:
+            best = max(best, fmean(values[k][i] for i, k in enumerate(taken)))
+    return best
+
+
+def agreements(probs: np.ndarray) -> list[list[int]]:
+    """(K, n) how many exits in a row, right before each, predict the same class."""
+    predicted = [[classes_in_order(p)[0] for p in exit.tolist()] for exit in probs]
+    counts = []
+    for k, classes in enumerate(predicted):
+        row = []
+        for i, mine in enumerate(classes):
+            count = 0
+            while count < k and predicted[k - 1 - count][i] == mine:
+                count += 1
+            row.append(count)
+        counts.append(row)
+    return counts
 
 
 def classes_in_order(probs: Sequence[float]) -> list[int]:
@@ -123,3 +149,15 @@ def evaluate_one_by_one(
         "cost": fmean(costs[k] for k in taken),
         "exit_shares": [taken.count(k) / len(taken) for k in range(len(costs))],
     }
+
+
+def product_of_experts(probs: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """(K, n, c): at every exit, all that was said so far multiplied, each to the power of its share of the weights."""
+    pooled = np.empty(probs.shape)
+    for k, i in np.ndindex(*probs.shape[:2]):
+        total = sum(weights[: k + 1])
+        products = [
+            prod(float(probs[j, i, c]) ** (weights[j] / total) for j in range(k + 1)) for c in range(probs.shape[2])
+        ]
+        pooled[k, i] = [product / sum(products) for product in products]
+    return pooled

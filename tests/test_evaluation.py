@@ -15,8 +15,8 @@ from oracles import adaptive_calibration_error, evaluate_one_by_one, first_exit_
 
 import exitwise as ew
 from exitwise.evaluation import Metrics
-from exitwise.policy import scores
 from exitwise.predictions import ExitPrediction, Predictions
+from exitwise.scores import scores
 
 COSTS = (1.0, 2.5, 3.0, 7.0)
 METRICS = ("top1", "top5", "nlpd", "ece", "brier", "adaptive_ece", "auroc", "aurc")
@@ -320,7 +320,7 @@ import json
 import numpy as np
 import exitwise as ew
 import exitwise.costs, exitwise.evaluation, exitwise.files, exitwise.metrics, exitwise.policy, exitwise.predictions
-import exitwise.results
+import exitwise.results, exitwise.fitting, exitwise.ranking, exitwise.scores
 
 probs, labels = np.load(sys.argv[1]), np.load(sys.argv[2])
 costs = ew.Costs((1.0, 2.5, 3.0))
@@ -349,7 +349,7 @@ def test_policies_and_evaluation_give_the_same_where_torch_is_absent(tmp_path: P
         [sys.executable, "-c", WITHOUT_TORCH, *paths], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    policies = [*ew.sweep(probs, costs=COSTS[:3]), ew.fit_policy(probs, costs=COSTS[:3], budget=2.0)]
+    policies = [*ew.sweep(probs, costs=COSTS[:3]), ew.fit_policy(probs, labels, COSTS[:3], budget=2.0)]
     result = ew.evaluate(probs, labels=labels, policy=policies[-1], costs=COSTS[:3])
     curve = ew.budget_curve(probs, labels=labels, policies=policies, costs=COSTS[:3])
     expected = [result.to_dict(), curve.to_dict(), [policy.to_dict() for policy in policies]]

@@ -35,10 +35,10 @@ from test_classifier import (
 from torch import Tensor, nn
 
 import exitwise as ew
-from exitwise.policy import scores
 from exitwise.runtime import export as exporting
 from exitwise.runtime.bundle import OPSET, Manifest, opset_of
 from exitwise.runtime.onnx import Session
+from exitwise.scores import scores
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

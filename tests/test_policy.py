@@ -9,59 +9,50 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from cases import COSTS, MILLISECONDS, exact, of_confidence, runtime_exits, with_draws, without_ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import first_exit_reached, public_counts, public_rule, random_probs
+from oracles import agreements, first_exit_reached, public_counts, public_rule, random_probs
 
 import exitwise as ew
-from exitwise.policy import SCORES, geometric_shares, scores
+from exitwise.fitting import geometric_shares
 from exitwise.predictions import ExitPrediction, Predictions
+from exitwise.scores import SCORES, scores, split_ties
 
-COSTS = (1.0, 2.5, 3.0, 7.0, 8.0, 20.0)
-MILLISECONDS = ew.Costs((2.0, 3.0, 12.0), unit="ms")
-
-seeds = st.integers(0, 10**6)
 kinds = st.sampled_from(["float32", "float64", "ties"])
-
-
-def with_draws(seed: int, exits: int, samples: int, kind: str = "float64") -> Predictions:
-    """Predictions for which every score exists."""
-    probs = random_probs(seed, exits, samples, 4, kind)
-    variance = np.random.default_rng(seed).integers(0, 8, (exits, samples)) / 100
-    return Predictions(
-        probs.shape, lambda: (ExitPrediction.from_probs(exit) for exit in probs), lambda predicted: variance
-    )
-
-
-def of_confidence(confidence: Any) -> np.ndarray:
-    """(K, n, 2) probabilities with these confidences, each at least one half."""
-    confidence = np.asarray(confidence)
-    return np.stack([confidence, 1 - confidence], axis=2)
-
-
-def without_ties(seed: int, exits: int, samples: int, dtype: str = "float64") -> np.ndarray:
-    """(K, n, 2) whose confidences are evenly spaced at every exit, in another order at each."""
-    rng = np.random.default_rng(seed)
-    spaced = np.linspace(0.55, 0.95, samples)
-    return of_confidence([rng.permutation(spaced) for _ in range(exits)]).astype(dtype)
+seeds = st.integers(0, 10**6)
+EIGHT = float(np.float32(0.8))  # scores are float32
 
 
 class TestScores:
-    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("score", SCORES.keys() - {"patience"})
     def test_larger_is_more_certain(self, score: str) -> None:
         """From a coin toss to near certainty, with draws that agree more and more."""
         probs = of_confidence([[0.5, 0.6, 0.9, 0.99, 1.0]])
         variance = np.array([[0.2, 0.1, 0.05, 0.01, 0.0]])
         preds = Predictions(probs.shape, lambda: iter([ExitPrediction.from_probs(probs[0])]), lambda _: variance)
-        assert (np.diff(scores(preds, score)[0]) > 0).all()
+        found = scores(preds, score)[0]
+        assert (np.diff(found) > 0).all()
+        assert found[-1] == pytest.approx(SCORES[score].certain)
 
     def test_each_is_what_its_name_says(self) -> None:
         preds = with_draws(0, 3, 20, "ties")
         probs = preds.probs.numpy()
-        assert scores(preds).tolist() == probs.max(axis=2).tolist()
-        assert scores(preds, "entropy") == pytest.approx(-scipy.stats.entropy(probs, axis=2), abs=1e-12)
+        assert exact(preds).tolist() == probs.max(axis=2).tolist()
+        assert scores(preds, "entropy") == pytest.approx(-scipy.stats.entropy(probs, axis=2), rel=1e-6)
         assert preds.variance is not None
-        assert scores(preds, "variance").tolist() == (-preds.variance).tolist()
+        assert scores(preds, "variance") == pytest.approx(-preds.variance, rel=1e-6)
+        ordered = np.sort(probs, axis=2)
+        assert exact(preds, "margin").tolist() == (ordered[..., -1] - ordered[..., -2]).tolist()
+
+    @given(seeds, st.integers(1, 6), st.integers(1, 20), kinds)
+    @settings(max_examples=40, deadline=None)
+    def test_patience_counts_the_exits_before_that_agree(self, seed: int, exits: int, samples: int, kind: str) -> None:
+        probs = random_probs(seed, exits, samples, 3, kind)
+        assert exact(probs, "patience").tolist() == agreements(probs)
+
+    def test_one_class_has_the_full_margin(self) -> None:
+        assert exact(np.ones((2, 3, 1)), "margin").tolist() == [[1.0] * 3] * 2
 
     @pytest.mark.parametrize("use", [scores, lambda p, score: ew.sweep(p, costs=COSTS[:3], score=score)])
     def test_variance_needs_draws(self, use: Any) -> None:
@@ -71,17 +62,65 @@ class TestScores:
     @pytest.mark.parametrize(
         "use",
         [
-            lambda preds: scores(preds, "margin"),
-            lambda preds: ew.sweep(preds, costs=COSTS[:3], score="margin"),
-            lambda preds: ew.fit_policy(preds, costs=COSTS[:3], budget=2, score="margin"),
-            lambda preds: ew.Policy((0.5, 0.5, -inf), score="margin"),
+            lambda preds: scores(preds, "charm"),
+            lambda preds: ew.sweep(preds, costs=COSTS[:3], score="charm"),
+            lambda preds: ew.fit_policy(preds, costs=COSTS[:3], budget=2, score="charm"),
+            lambda preds: ew.Policy((0.5, 0.5, -inf), score="charm"),
         ],
     )
     def test_an_unknown_one_is_refused(self, use: Any) -> None:
-        with pytest.raises(
-            ew.InputError, match="`score` must be one of confidence, entropy, variance, but got 'margin'"
-        ):
+        known = "confidence, margin, entropy, variance, patience"
+        with pytest.raises(ew.InputError, match=f"`score` must be one of {known}, but got 'charm'"):
             use(random_probs(0, 3, 5, 4))
+
+
+class TestTies:
+    @given(seeds, st.integers(1, 30), kinds, st.sampled_from(list(SCORES)))
+    @settings(max_examples=60, deadline=None)
+    def test_the_hash_lies_below_the_score(self, seed: int, samples: int, kind: str, score: str) -> None:
+        """Rounding to float32 gives the score itself back, and no order of different scores changes."""
+        preds = with_draws(seed, 2, samples, kind)
+        memory = None
+        for table, said in zip(scores(preds, score), preds.exits(variance=True), strict=True):
+            plain, memory = SCORES[score].of(said, memory)
+            plain = plain.astype(np.float32)
+            assert table.astype(np.float32).tolist() == plain.tolist()
+            assert (table >= plain).all()
+            order = np.argsort(plain, kind="stable")
+            grew = np.diff(plain[order]) > 0
+            assert (np.diff(table[order])[grew] > 0).all()
+
+    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 0.5, -0.25, 1e-30, -3.0, 1.4e-45, 2.0])
+    def test_equal_scores_are_parted_evenly(self, value: float) -> None:
+        probs = random_probs(0, 1, 4000, 5)[0]
+        parted = split_ties(np.full(4000, value, dtype=np.float32), probs)
+        assert len(set(parted.tolist())) > 3990
+        assert (parted.astype(np.float32) == np.float32(value)).all()
+        step = parted.max() - parted.min()
+        shares = np.histogram((parted - parted.min()) / step, bins=8, range=(0, 1))[0] / 4000
+        assert shares == pytest.approx(1 / 8, abs=0.02)
+
+    def test_it_hangs_on_the_probabilities_and_on_nothing_else(self) -> None:
+        probs = random_probs(3, 1, 50, 7, "float32")[0]
+        score = np.full(50, 0.5, dtype=np.float32)
+        parted = split_ties(score, probs)
+        order = np.random.default_rng(0).permutation(50)
+        assert split_ties(score, probs[order]).tolist() == parted[order].tolist()
+        assert split_ties(score, probs.astype(np.float64)).tolist() == parted.tolist()
+        assert split_ties(score, np.asfortranarray(probs)).tolist() == parted.tolist()
+        assert (split_ties(score, probs[:, ::-1]) != parted).all()
+
+    def test_another_arithmetic_gives_the_same_hash_nearly_always(self) -> None:
+        probs = random_probs(0, 1, 5000, 100)[0]
+        noise = 1 + 1e-6 * np.random.default_rng(0).uniform(-1, 1, probs.shape)
+        score = np.full(5000, 0.5, dtype=np.float32)
+        assert (split_ties(score, probs) == split_ties(score, probs * noise)).mean() > 0.995
+
+    def test_it_never_changes(self) -> None:
+        """Thresholds in files rely on it."""
+        probs = np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]], dtype=np.float32)
+        bits = (split_ties(np.ones(3, dtype=np.float32), probs) - 1) * 2.0**51
+        assert bits.tolist() == [63022468.0, 13845312.0, 17373668.0]
 
 
 class TestExits:
@@ -92,14 +131,15 @@ class TestExits:
     ) -> None:
         score = data.draw(st.sampled_from(list(SCORES)))
         preds = with_draws(seed, exits, samples, kind)
-        table = scores(preds, score)
+        table = exact(preds, score)
         # Some of the thresholds are met exactly.
         values = st.sampled_from([inf, -inf, *table.ravel().tolist()]) | st.floats(-2, 1)
         thresholds = (*data.draw(st.lists(values, min_size=exits - 1, max_size=exits - 1)), -inf)
         thresholds = tuple(float(table.dtype.type(value)) for value in thresholds)
         policy = ew.Policy(thresholds, score)
         assert policy.exits(preds).tolist() == first_exit_reached(table.tolist(), thresholds)
-        assert policy.exits_by(table).tolist() == policy.exits(preds).tolist()
+        assert policy.exits_by(scores(preds, score)).tolist() == policy.exits(preds).tolist()
+        assert runtime_exits(policy, preds) == policy.exits(preds).tolist()
 
     def test_tensors_and_arrays_take_the_same_exits(self) -> None:
         probs = random_probs(0, 3, 50, 4, "float32")
@@ -119,7 +159,7 @@ class TestSweep:
         self, seed: int, exits: int, samples: int, kind: str, score: str
     ) -> None:
         preds = with_draws(seed, exits, samples, kind)
-        table = scores(preds, score).tolist()
+        table = exact(preds, score).tolist()
         policies = ew.sweep(preds, costs=COSTS[:exits], score=score)
         assert [policy.q for policy in policies] == [p / 20 for p in range(1, 40)]
         for p, policy in enumerate(policies, start=1):
@@ -151,11 +191,11 @@ class TestSweep:
         first = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5]
         second = [0.5, 0.5, 0.6, 0.9, 0.8, 0.7]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
-        assert policy == ew.Policy((0.8, 0.8, -inf), cost=3.0, q=1.0, costs=(1, 2, 6))
+        assert policy == ew.Policy((EIGHT, EIGHT, -inf), cost=3.0, strategy="public", q=1.0, costs=(1, 2, 6))
         # A tie at the threshold takes everyone along, and then the second exit has too few left for its share.
         first = [0.9, 0.8, 0.8, 0.8, 0.8, 0.5]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
-        assert policy == ew.Policy((0.8, inf, -inf), cost=(5 * 1 + 6) / 6, q=1.0, costs=(1, 2, 6))
+        assert policy == ew.Policy((EIGHT, inf, -inf), cost=11 / 6, strategy="public", q=1.0, costs=(1, 2, 6))
 
     def test_shares_below_one_sample_let_nobody_leave(self) -> None:
         policies = ew.sweep(random_probs(0, 3, 1, 4), costs=[1, 2, 6])
@@ -168,120 +208,6 @@ class TestSweep:
 
     def test_the_unit_is_that_of_the_costs(self) -> None:
         assert {policy.unit for policy in ew.sweep(random_probs(0, 3, 5, 4), costs=MILLISECONDS)} == {"ms"}
-
-
-class TestFitPolicy:
-    @given(seeds, st.integers(1, 6), st.integers(1, 40), st.floats(0, 1), kinds, st.sampled_from(list(SCORES)))
-    @settings(max_examples=80, deadline=None)
-    def test_the_budget_is_kept(self, seed: int, exits: int, samples: int, part: float, kind: str, score: str) -> None:
-        preds = with_draws(seed, exits, samples, kind)
-        costs = COSTS[:exits]
-        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
-        policy = ew.fit_policy(preds, costs=costs, budget=budget, score=score)
-        taken = first_exit_reached(scores(preds, score).tolist(), policy.thresholds)
-        assert policy.exits(preds).tolist() == taken
-        assert policy.cost == pytest.approx(fmean(costs[k] for k in taken))
-        assert policy.cost <= budget
-        assert (policy.budget, policy.score, policy.unit) == (budget, score, "MACs")
-
-    @given(seeds, st.integers(2, 6), st.integers(1, 60), st.floats(0, 1), st.sampled_from(["float32", "float64"]))
-    @settings(max_examples=80, deadline=None)
-    def test_without_ties_it_is_spent_but_for_less_than_one_sample(
-        self, seed: int, exits: int, samples: int, part: float, dtype: str
-    ) -> None:
-        """As q grows, samples change one by one between their exit and the last, so the cost moves in steps of at
-        most (last cost - first cost) / n, and the bisection ends at a step that crosses the budget."""
-        costs = COSTS[:exits]
-        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
-        policy = ew.fit_policy(without_ties(seed, exits, samples, dtype), costs=costs, budget=budget)
-        assert policy.cost is not None
-        assert budget - policy.cost <= (costs[-1] - costs[0]) / samples
-
-    @pytest.mark.parametrize("kind", ["float32", "float64", "ties"])
-    @pytest.mark.parametrize("exits", [1, 2, 5])
-    def test_the_cheapest_and_the_dearest_budget_are_met_exactly(self, exits: int, kind: str) -> None:
-        preds = random_probs(0, exits, 30, 4, kind)
-        cheapest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[0])
-        dearest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[exits - 1])
-        assert (cheapest.cost, dearest.cost) == (COSTS[0], COSTS[exits - 1])
-        assert set(cheapest.exits(preds)) == {0}
-        assert set(dearest.exits(preds)) == {exits - 1}
-
-    @given(seeds, st.integers(2, 5), st.integers(1, 25), kinds, st.lists(st.floats(0, 1), min_size=2, max_size=6))
-    @settings(max_examples=40, deadline=None)
-    def test_a_larger_budget_never_buys_less(
-        self, seed: int, exits: int, samples: int, kind: str, parts: list[float]
-    ) -> None:
-        preds = Predictions.of(random_probs(seed, exits, samples, 4, kind))
-        low, high = COSTS[0], COSTS[exits - 1]
-        budgets = [min(low + part * (high - low), high) for part in sorted(parts)]
-        costs = [ew.fit_policy(preds, costs=COSTS[:exits], budget=budget).cost for budget in budgets]
-        assert costs == sorted(costs)  # type: ignore[type-var]
-
-    @given(seeds, st.integers(2, 5), st.integers(2, 40), st.floats(0, 1), st.sampled_from(["float32", "float64"]))
-    @settings(max_examples=60, deadline=None)
-    def test_thresholds_lie_midway_between_neighbouring_scores(
-        self, seed: int, exits: int, samples: int, part: float, dtype: str
-    ) -> None:
-        probs = without_ties(seed, exits, samples, dtype)
-        budget = min(COSTS[0] + part * (COSTS[exits - 1] - COSTS[0]), COSTS[exits - 1])
-        policy = ew.fit_policy(probs, costs=COSTS[:exits], budget=budget)
-        taken = policy.exits(probs)
-        confidence = probs.max(axis=2).astype(np.float64)
-        for k, threshold in enumerate(policy.thresholds[:-1]):
-            left, stayed = confidence[k, taken == k], confidence[k, taken > k]
-            if threshold == inf:
-                assert not len(left)
-            elif threshold == -inf:
-                assert not len(stayed)
-            else:
-                assert threshold == pytest.approx((left.min() + stayed.max()) / 2, abs=1e-9)
-        little = 0.4 / (samples - 1) / 3  # a third of the gap between scores
-        for move in (-little, little):
-            moved = ew.Policy(tuple(threshold + move for threshold in policy.thresholds))
-            assert moved.exits(probs).tolist() == taken.tolist()
-
-    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-    def test_scores_that_are_neighbouring_numbers_are_told_apart(self, dtype: str) -> None:
-        """Saturated confidences differ in their last bit, and nothing of their own type lies midway."""
-        number = np.dtype(dtype).type
-        lower = number(0.75)
-        for _ in range(2):  # whatever way the middle is rounded
-            upper = np.nextafter(lower, number(1))
-            confidence = np.array([[lower, upper]] * 2)
-            policy = ew.fit_policy(of_confidence(confidence), costs=[1, 3], budget=2)
-            assert policy.exits(of_confidence(confidence)).tolist() == [1, 0]
-            assert policy.cost == 2
-            lower = upper
-
-    def test_shares_that_are_whole_numbers_of_samples(self) -> None:
-        """Three exits at q = 1: a third of six samples at each, which costs exactly (1 + 2 + 6) / 3."""
-        probs = without_ties(0, 3, 6)
-        policy = ew.fit_policy(probs, costs=[1, 2, 6], budget=3)
-        assert policy.cost == 3
-
-    def test_one_exit_has_one_budget(self) -> None:
-        probs = random_probs(0, 1, 5, 4)
-        assert ew.fit_policy(probs, costs=[3], budget=3).thresholds == (-inf,)
-        with pytest.raises(ew.InputError, match="3 to 3 MACs, but got 2"):
-            ew.fit_policy(probs, costs=[3], budget=2)
-
-    @pytest.mark.parametrize("budget", [1.99, 12.01, 0, -5.0, nan, inf, -inf, True, None, "5", [5.0], 5 + 0j])
-    def test_a_budget_out_of_reach_is_told_what_is_within(self, budget: Any) -> None:
-        with pytest.raises(ew.InputError, match=r"`budget` must lie between .*, 2 to 12 ms, but got") as caught:
-            ew.fit_policy(random_probs(0, 3, 5, 4), costs=MILLISECONDS, budget=budget)
-        assert str(caught.value).endswith(str(budget))
-
-    @pytest.mark.parametrize("number", [int, np.int64, np.float32, np.float64])
-    def test_the_budget_may_be_any_kind_of_number(self, number: type) -> None:
-        probs = random_probs(0, 3, 50, 4)
-        assert ew.fit_policy(probs, costs=[1, 2, 6], budget=number(3)) == ew.fit_policy(
-            probs, costs=[1, 2, 6], budget=3.0
-        )
-
-    def test_an_unknown_strategy_is_refused(self) -> None:
-        with pytest.raises(ew.InputError, match="`strategy` must be 'geometric', but got 'greedy'"):
-            ew.fit_policy(random_probs(0, 3, 5, 4), costs=[1, 2, 3], budget=2, strategy="greedy")
 
 
 @pytest.mark.parametrize(
@@ -353,8 +279,10 @@ class TestPolicy:
             ({"thresholds": ["high", "-inf"]}, "not a usable policy"),
             ({"thresholds": [[0.5], "-inf"]}, "not a usable policy"),
             ({"thresholds": [10**400, "-inf"]}, "not a usable policy"),
-            ({"score": "margin"}, "`score` must be one of"),
-            ({"score": ["confidence"]}, "not a usable policy"),
+            ({"score": "charm"}, "`score` must be one of"),
+            ({"score": ["confidence"]}, "`score` must be one of"),
+            ({"fit": {"chosen": "auto"}}, "not a usable policy"),
+            ({"fit": "good"}, "not a usable policy"),
             ({"colour": "blue"}, "not a usable policy"),
         ],
     )

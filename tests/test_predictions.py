@@ -9,8 +9,8 @@ from oracles import random_probs
 
 import exitwise as ew
 from exitwise import predictions
-from exitwise.policy import scores
 from exitwise.predictions import ExitPrediction, Predictions
+from exitwise.scores import scores
 
 SHAPE = (3, 4, 5)
 

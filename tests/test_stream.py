@@ -60,7 +60,7 @@ class TestAsABatch:
             assert answer.cost == costs[answer.exit or 0]
 
     @pytest.mark.parametrize(
-        ("method", "score"), [(VANILLA, "entropy"), ("MIE", "confidence"), (LAPLACE, "variance"), (OURS, "variance")]
+        ("method", "score"), [(VANILLA, "entropy"), ("MIE", "confidence"), (LAPLACE, "variance"), (OURS, "variance"), (OURS, "patience")]
     )
     @pytest.mark.parametrize("optimized", [False, True])
     def test_what_earlier_exits_said_goes_along(self, method: str, score: str, optimized: bool) -> None:
@@ -428,9 +428,11 @@ def test_those_who_wait_longest_go_first() -> None:
     pool: engine._Pool[Array] = engine._Pool()
     for start in (0, 5, 10):
         ids = np.arange(start, start + 5)
-        pool.add(np.stack([ids, ids], axis=1), ids)
+        pool.add(np.stack([ids, ids], axis=1), engine.Samples(ids, np.stack([ids, -ids], axis=1)))
     backend = Scripted()
-    assert pool.take(backend, 7)[1].tolist() == list(range(7))
-    assert pool.waiting == 8
-    assert pool.take(backend, 100)[1].tolist() == list(range(7, 15))
-    assert pool.waiting == 0
+    for most, expected, waiting in ((7, range(7), 8), (100, range(7, 15), 0)):
+        state, samples = pool.take(backend, most)
+        assert samples.ids.tolist() == state[:, 0].tolist() == list(expected)
+        assert samples.memory is not None
+        assert samples.memory[:, 1].tolist() == [-number for number in expected]
+        assert pool.waiting == waiting

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from exitwise.evaluation import Evaluation as Evaluation
     from exitwise.evaluation import budget_curve as budget_curve
     from exitwise.evaluation import evaluate as evaluate
+    from exitwise.fitting import fit_policies as fit_policies
+    from exitwise.fitting import fit_policy as fit_policy
     from exitwise.machine import Machine as Machine
     from exitwise.methods import METHODS as METHODS
     from exitwise.methods import Method as Method
     from exitwise.net import Head as Head
     from exitwise.net import MultiExitNet as MultiExitNet
     from exitwise.policy import Policy as Policy
-    from exitwise.policy import fit_policy as fit_policy
     from exitwise.policy import sweep as sweep
     from exitwise.predictions import Predictions as Predictions
     from exitwise.preprocessing import Preprocessing as Preprocessing
@@ -76,7 +77,8 @@ _HOMES = {
     "collect": "collector",
     "decision_experiment": "tables",
     "evaluate": "evaluation",
-    "fit_policy": "policy",
+    "fit_policies": "fitting",
+    "fit_policy": "fitting",
     "load_checkpoint": "checkpoint",
     "load_net": "checkpoint",
     "macs": "cost",

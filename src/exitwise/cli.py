@@ -193,7 +193,7 @@ def evaluate(
     """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
     from exitwise import commands, show
     from exitwise.evaluation import evaluate as evaluate_policy
-    from exitwise.policy import check_request, fit_policy
+    from exitwise.fitting import check_request, fit_policy
     from exitwise.run import Run
 
     chosen = method_named(method)

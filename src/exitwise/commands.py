@@ -18,10 +18,11 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.evaluation import Evaluation, evaluate
 from exitwise.files import write_json
+from exitwise.fitting import fit_policy
 from exitwise.machine import Machine
 from exitwise.methods import VANILLA, Method
 from exitwise.net import MultiExitNet
-from exitwise.policy import Policy, fit_policy
+from exitwise.policy import Policy
 from exitwise.processes import rank
 from exitwise.run import Run, creating, describe
 from exitwise.trace import Trace

@@ -10,9 +10,10 @@ import numpy as np
 from exitwise import metrics
 from exitwise.costs import Costs
 from exitwise.errors import InputError
-from exitwise.policy import Policy, scores
+from exitwise.policy import Policy
 from exitwise.predictions import Array, Predictions
 from exitwise.results import Result
+from exitwise.scores import scores
 
 TOP = 5
 

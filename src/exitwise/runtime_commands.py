@@ -17,9 +17,9 @@ from exitwise.commands import FILE_SIZE, calibration_of, costs_for, net_of, pars
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.files import write_json
-from exitwise.methods import OURS, method_named
+from exitwise.fitting import check_request, fit_policy
+from exitwise.methods import NEEDS_DRAWS, OURS, method_named
 from exitwise.net import MultiExitNet
-from exitwise.policy import check_request, fit_policy
 from exitwise.preprocessing import Preprocessing
 from exitwise.run import Run
 from exitwise.runtime import bench as benching
@@ -65,8 +65,8 @@ def classifier_of(run: Run, choice: Choice) -> Classifier:
         budget = "50%"
         print("exitwise: no --budget and none evaluated yet: half of the full cost", file=sys.stderr)
     score = score or "confidence"
-    if score == "variance" and not method.laplace:
-        raise InputError("`score` 'variance' needs draws: choose a method with Laplace")
+    if score == "variance" and not method.has_variance:
+        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     costs = costs_for(budget, run, trace)
     asked = parse_budget(budget, costs)
     check_request(costs, asked, "geometric", score)

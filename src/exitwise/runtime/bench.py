@@ -21,11 +21,13 @@ from exitwise.calibration import Calibration
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.net import MultiExitNet
-from exitwise.policy import Policy, scores, thresholds_for
+from exitwise.policy import Policy
 from exitwise.predictions import Array, Predictions
+from exitwise.ranking import Ranking
 from exitwise.results import Result
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
+from exitwise.scores import scores
 
 BACKENDS = ("torch", "optimized", "onnx")
 BATCH_SIZES = (1, 16, 64, 256)
@@ -157,9 +159,9 @@ def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Conte
 
 def with_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
     """The policy with thresholds that let these shares (K,) of other predictions leave."""
-    table = scores(preds, policy.score)
-    counts = np.rint(np.asarray(shares) * table.shape[1])
-    return replace(policy, thresholds=thresholds_for(table, counts, midway=True))
+    ranking = Ranking(scores(preds, policy.score))
+    counts = np.rint(np.asarray(shares) * ranking.samples)
+    return replace(policy, thresholds=ranking.thresholds(ranking.by_counts(counts)))
 
 
 def measure(
@@ -232,7 +234,7 @@ def _stage_seconds(contender: Contender, batch: Any, exits: int) -> list[float]:
     for exit in range(exits):
         start = time.perf_counter()
         state, said = backend.run(exit, state)
-        nobody.stops(exit, said)
+        nobody.stops(exit, said, None)
         found.append(time.perf_counter() - start)
     return found
 

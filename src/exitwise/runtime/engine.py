@@ -13,6 +13,7 @@ import numpy as np
 from exitwise.errors import InputError
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction
+from exitwise.scores import Memory
 
 if TYPE_CHECKING:
     import pandas
@@ -76,6 +77,25 @@ class Backend(Protocol[State]):
 
 
 @dataclass(frozen=True, eq=False)
+class Samples:
+    """Who is in a state: their ids (n,), and what the policy's score remembers of each (n, m), if anything."""
+
+    ids: Array
+    memory: Memory = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, rows: Array) -> "Samples":
+        return Samples(self.ids[rows], None if self.memory is None else self.memory[rows])
+
+    @classmethod
+    def join(cls, parts: "Sequence[Samples]") -> "Samples":
+        memories = [part.memory for part in parts if part.memory is not None]
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate(memories) if memories else None)
+
+
+@dataclass(frozen=True, eq=False)
 class Left:
     """Samples that have left at an exit: who, with what probabilities, and which of them made no sense."""
 
@@ -85,33 +105,37 @@ class Left:
     broken: Array
 
 
-def step(backend: Backend[State], policy: Policy, exit: int, state: State, ids: Array) -> tuple[State, Array, Left]:
-    """Run one exit, let samples go: the survivors' state and ids, and who left.
+def step(
+    backend: Backend[State], policy: Policy, exit: int, state: State, samples: Samples
+) -> tuple[State, Samples, Left]:
+    """Run one exit, let samples go: the survivors' state and who they are, and who left.
 
     A sample whose probabilities are not finite leaves at once: no exit behind this one could make sense of it.
     """
     state, said = backend.run(exit, state)
     broken = np.asarray(~np.isfinite(said.probs).all(axis=1))
-    gone = policy.stops(exit, said) | broken
-    left = Left(ids[gone], said.probs[gone], exit, broken[gone])
+    gone, memory = policy.stops(exit, said, samples.memory)
+    gone |= broken
+    left = Left(samples.ids[gone], said.probs[gone], exit, broken[gone])
+    samples = Samples(samples.ids, memory)
     if gone.all():
-        return state, ids[:0], left
+        return state, samples.take(np.arange(0)), left
     if gone.any():
         state, rows = backend.keep(state, gone)
-        ids = ids[rows]
-    return state, ids, left
+        samples = samples.take(rows)
+    return state, samples, left
 
 
 def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Array, Array, Array, Array]:
     """Probabilities (n, c), predicted classes, exits and costs (n,) of a batch, in its order."""
     state = backend.start(images)
-    ids = np.arange(backend.length(state))
-    probs = np.empty((len(ids), backend.num_classes), dtype=np.float32)
-    exits = np.empty(len(ids), dtype=np.int64)
+    samples = Samples(np.arange(backend.length(state)))
+    probs = np.empty((len(samples), backend.num_classes), dtype=np.float32)
+    exits = np.empty(len(samples), dtype=np.int64)
     for exit in range(backend.num_exits):
-        if not len(ids):
+        if not len(samples):
             break
-        state, ids, left = step(backend, policy, exit, state, ids)
+        state, samples, left = step(backend, policy, exit, state, samples)
         if left.broken.any():
             raise InputError(f"image {left.ids[left.broken][0]}: {_broken(exit)}")
         probs[left.ids], exits[left.ids] = left.probs, exit
@@ -198,28 +222,28 @@ class _Pool(Generic[State]):
 
     def __init__(self) -> None:
         self.states: list[State] = []
-        self.ids: list[Array] = []
+        self.samples: list[Samples] = []
         self.waiting = 0
 
-    def add(self, state: State, ids: Array) -> None:
-        if len(ids):
+    def add(self, state: State, samples: Samples) -> None:
+        if len(samples):
             self.states.append(state)
-            self.ids.append(ids)
-            self.waiting += len(ids)
+            self.samples.append(samples)
+            self.waiting += len(samples)
 
-    def take(self, backend: Backend[State], most: int) -> tuple[State, Array]:
+    def take(self, backend: Backend[State], most: int) -> tuple[State, Samples]:
         """The first of them as one batch. What is beyond stays, so that full batches are all of one size.
 
         Convolutions are prepared anew for every size of batch: on a CPU that costs more than many a stage.
         """
         state = backend.join(self.states) if len(self.states) > 1 else self.states[0]
-        ids = np.concatenate(self.ids)
-        self.states, self.ids, self.waiting = [], [], 0
-        if len(ids) > most:
-            here, later = np.split(np.arange(len(ids)), [most])
-            self.add(backend.take(state, later), ids[later])
-            state, ids = backend.take(state, here), ids[here]
-        return state, ids
+        samples = Samples.join(self.samples)
+        self.states, self.samples, self.waiting = [], [], 0
+        if len(samples) > most:
+            here, later = np.split(np.arange(len(samples)), [most])
+            self.add(backend.take(state, later), samples.take(later))
+            state, samples = backend.take(state, here), samples.take(here)
+        return state, samples
 
 
 class _InOrder:
@@ -279,18 +303,18 @@ def _stream(
 
     def run(exit: int) -> None:
         """A batch of those who wait for an exit."""
-        state, ids = pools[exit].take(backend, full)
-        state, ids, left = step(backend, policy, exit, state, ids)
+        state, samples = pools[exit].take(backend, full)
+        state, samples, left = step(backend, policy, exit, state, samples)
         for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
             said = {"error": _broken(exit)} if broken else {"probs": probs}
             answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **said))
-        if len(ids):
-            pools[exit + 1].add(state, ids)
+        if len(samples):
+            pools[exit + 1].add(state, samples)
 
     def run_all(at_least: int) -> None:
         """The batch that has come together, and every pool that holds so many."""
         if batch:
-            pools[0].add(backend.start(backend.stack(batch)), np.array(batch_ids))
+            pools[0].add(backend.start(backend.stack(batch)), Samples(np.array(batch_ids)))
             batch.clear()
             batch_ids.clear()
             run(0)
