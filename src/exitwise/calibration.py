@@ -14,7 +14,7 @@ from torch import Tensor
 from exitwise import tensorfiles
 from exitwise.errors import InputError
 from exitwise.laplace import MODES, Mode, Posterior, Spectrum
-from exitwise.methods import Method
+from exitwise.methods import Ensemble, Method
 from exitwise.predictions import Array, ExitPrediction, Predictions
 from exitwise.sampled import chunks, log_mean_softmax, mean_log_probs, sample_logits
 from exitwise.seeds import generator_of
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT, VERSION = "exitwise.calibration", 1
+
+_LEAST = log(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +152,14 @@ class Calibration:
                 expected = (len(features[0]), exit.head.weight.shape[1])
                 raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
         shape = (len(features), len(features[0]), len(self.exits[0].head.weight))
-        variance = (lambda classes: self._variance(features, classes)) if self.method.laplace else None
+        variance = (lambda classes: self._variance(features, classes)) if self.method.has_variance else None
         return Predictions(shape, lambda: self._exits(features), variance)
 
     def _exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
         said: Tensor | None = None
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                said = ensemble(k, exit.log_probs(x), said, self.weights)
+                said = ensemble(self.method.ensemble, k, exit.log_probs(x), said, self.weights)
                 if not tensorfiles.finite(said):
                     where = int((~torch.isfinite(said)).any(dim=1).nonzero()[0])
                     raise InputError(f"exit {k}: the features of sample {where} are too extreme for float32")
@@ -285,12 +287,21 @@ def _checked_exit(
     return head, posterior
 
 
-def ensemble(k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None) -> Tensor:
-    """Model-internal ensembling, one exit further: log p_ens_k from exit k's own log p_k and log p_ens_(k-1)."""
-    if weights is None or earlier is None:
+def ensemble(
+    kind: Ensemble | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
+) -> Tensor:
+    """One exit further: log p_ens_k from exit k's own log p_k and log p_ens_(k-1), both of any shape for `mie`.
+
+    A product of experts is normalised over the classes, which have to be the last dimension. In it a probability below
+    float32's smallest normal number counts as that: the runtime keeps probabilities, and is to say the same.
+    """
+    if kind is None or weights is None or earlier is None:
         return log_probs
     before, here = sum(weights[:k]), weights[k]
     total = before + here
+    if kind == "poe":
+        earlier, log_probs = earlier.clamp(min=_LEAST), log_probs.clamp(min=_LEAST)
+        return (earlier * (before / total) + log_probs * (here / total)).log_softmax(dim=-1)
     return torch.logaddexp(earlier + log(before / total), log_probs + log(here / total))
 
 

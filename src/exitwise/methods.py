@@ -1,4 +1,7 @@
-"""The twelve methods of the paper's ablation, by name. No torch here: the command names them before it starts."""
+"""The twelve methods of the paper's ablation, and those beside them, by name.
+
+No torch here: the command names them before it starts.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +14,21 @@ from exitwise.errors import InputError
 
 SAMPLES = 50  # Monte Carlo draws in the paper
 
+# Model-internal ensembling is a weighted mean of the exits' probabilities; a product of experts is one of their
+# logarithms, with the same weights.
+Ensemble = Literal["mie", "poe"]
+_ENSEMBLES: Mapping[Ensemble, str] = {"mie": "MIE", "poe": "PoE"}
+
+# What to say to those who want the variance over draws of a method that has none.
+NEEDS_DRAWS = "needs draws: choose a method with Laplace and without product of experts"
+
 
 @dataclass(frozen=True)
 class Method:
     """A row of the ablation: which parts of the method are switched on."""
 
     laplace: bool = True
-    ensemble: Literal["mie"] | None = "mie"
+    ensemble: Ensemble | None = "mie"
     tune_temperature: bool = True
     tune_prior: bool = True
 
@@ -25,41 +36,52 @@ class Method:
         for name in ("laplace", "tune_temperature", "tune_prior"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but got {getattr(self, name)!r}")
-        if self.ensemble not in (None, "mie"):
-            raise InputError(f"`ensemble` must be None or 'mie', but got {self.ensemble!r}")
+        if self.ensemble not in (None, *_ENSEMBLES):
+            raise InputError(f"`ensemble` must be None, 'mie' or 'poe', but got {self.ensemble!r}")
         if self.tune_prior and not self.laplace:
             raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
 
     @property
     def name(self) -> str:
-        """The paper's name."""
-        parts = {"MIE": self.ensemble, "Laplace": self.laplace}
-        parts |= {"T_opt": self.tune_temperature, "sigma_opt": self.tune_prior}
-        return " ".join(name for name, on in parts.items() if on) or "MSDNet (vanilla)"
+        """The paper's name, or one made like it."""
+        parts = {"Laplace": self.laplace, "T_opt": self.tune_temperature, "sigma_opt": self.tune_prior}
+        first = [_ENSEMBLES[self.ensemble]] if self.ensemble else []
+        return " ".join([*first, *(name for name, on in parts.items() if on)]) or "MSDNet (vanilla)"
 
     @property
     def slug(self) -> str:
         """The name as a file name."""
-        return sub(r"[^a-z0-9_]+", "-", self.name.lower()).strip("-")
+        return _slug(self.name)
+
+    @property
+    def has_variance(self) -> bool:
+        """Whether there is a variance over draws: a product of experts multiplies means, not draws."""
+        return self.laplace and self.ensemble != "poe"
 
 
-def _all_methods() -> Iterator[Method]:
-    for ensemble, laplace in product((None, "mie"), (False, True)):
+def _slug(name: str) -> str:
+    return sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
+
+
+def _all_methods(*ensembles: Ensemble | None) -> Iterator[Method]:
+    for ensemble, laplace in product(ensembles, (False, True)):
         for tune_prior, tune_temperature in product((False, True) if laplace else (False,), (False, True)):
-            yield Method(laplace, ensemble, tune_temperature, tune_prior)  # type: ignore[arg-type]
+            yield Method(laplace, ensemble, tune_temperature, tune_prior)
 
 
-METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods()}
+METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods(None, "mie")}
+PRODUCTS: Mapping[str, Method] = {method.name: method for method in _all_methods("poe")}  # not in the paper
 VANILLA = "MSDNet (vanilla)"
 OURS = "MIE Laplace T_opt sigma_opt"
 
 
 def method_named(name: str) -> Method:
-    """A method by the paper's name or by its slug, whatever the case."""
-    by_slug = {method.slug: method for method in METHODS.values()}
-    slug = sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
+    """A method by its name or by its slug, whatever the case."""
+    known = {**METHODS, **PRODUCTS}
+    by_slug = {method.slug: method for method in known.values()}
+    slug = _slug(name)
     if slug not in by_slug:
         near = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        hint = f"did you mean {by_slug[near[0]].name!r}?" if near else f"known are {', '.join(map(repr, METHODS))}"
-        raise InputError(f"`method` must be one of the twelve, but got {name!r}; {hint}")
+        hint = f"did you mean {by_slug[near[0]].name!r}?" if near else f"known are {', '.join(map(repr, known))}"
+        raise InputError(f"`method` must be one of the paper's twelve or the six with PoE, but got {name!r}; {hint}")
     return by_slug[slug]

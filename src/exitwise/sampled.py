@@ -206,14 +206,14 @@ def _true_ratios_each(
 
 
 def mean_log_probs(
-    logits: Tensor, t: Tensor, shifts: Tensor, temperature: float, tolerance: float = _TOLERANCE
+    logits: Tensor, t: Tensor, shifts: Tensor, temperature: float | Tensor, tolerance: float = _TOLERANCE
 ) -> Tensor:
-    """log of the mean softmax, all classes (n, c): logits (n, c), t = sqrt(s(x)) (n,), shifts (S, c)."""
+    """log of the mean softmax (n, c), differentiable: logits (n, c), t = sqrt(s(x)) (n,), shifts (S, c)."""
     draws, classes = shifts.shape
     blocks = _Blocks(t)
     z_all, t_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True)), blocks.cut(t)
     nodes = _Nodes.between(t_all)
-    largest = float(shifts.abs().max()) / temperature
+    largest = float(shifts.detach().abs().max()) / float(torch.as_tensor(temperature).detach())
     run = nodes.narrow(largest, tolerance / 2)  # interpolated twice: in the normalisers, and in the sum over draws
     rows = []
     for part, inside in _parts(blocks.count, run):
@@ -224,14 +224,14 @@ def mean_log_probs(
             continue
         z, t_part = z.flatten(0, 1), t_part.flatten()
         for group in chunks(len(z), shifts.numel()):
-            if float(t_part[group].max()) * largest <= _REACH:
+            if float(t_part[group].detach().max()) * largest <= _REACH:
                 rows.append(_log_probs(z[group, None], _Nodes.exactly(t_part[group]), shifts, temperature))
             else:
                 rows.append(log_mean_softmax(z[group, None] + t_part[group, None, None] * shifts, temperature))
     return blocks.join(torch.cat(rows))
 
 
-def _log_probs(z: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float) -> Tensor:
+def _log_probs(z: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
     """Log-probabilities (b * m, c) of blocks of logits (b, m, c)."""
     z = z / temperature
     exp_shifts = nodes.exponentials(shifts, temperature)

@@ -1,12 +1,13 @@
 """Temperature and prior variance of every exit, by the NLPD of the validation split.
 
 All that a grid point is scored by is p(true label). It does not depend on other exits, so one table per exit, grid
-points by samples, serves every method: alone, or in an ensemble whose earlier exits are already chosen.
+points by samples, serves every method: alone, or in an ensemble whose earlier exits are already chosen. Only a product
+of experts needs the other classes, too, as it is normalised over them: there nothing is remembered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,10 +15,17 @@ from torch import Tensor
 
 from exitwise.calibration import CalibratedExit, Calibration, Grid, ensemble, spectra, standard_normals
 from exitwise.errors import InputError
-from exitwise.laplace import MODES, Mode, Spectrum
-from exitwise.methods import OURS, SAMPLES, Method, method_named
+from exitwise.laplace import MODES, Mode, Posterior, Spectrum
+from exitwise.methods import OURS, SAMPLES, Ensemble, Method, method_named
 from exitwise.predictions import Array
-from exitwise.sampled import chunks, grid_log_true, log_true_softmax, sample_logits
+from exitwise.sampled import (
+    chunks,
+    grid_log_true,
+    log_mean_softmax,
+    log_true_softmax,
+    mean_log_probs,
+    sample_logits,
+)
 from exitwise.trace import HeadWeights, Trace
 
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
@@ -76,7 +84,7 @@ class Tuner:
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
         if mode not in MODES:
             raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
-        self._tables: dict[tuple[int, bool], TrueLabel] = {}
+        self._searched: dict[tuple[int, bool], SearchedExit] = {}
 
     @cached_property
     def _spectra(self) -> list[Spectrum]:
@@ -89,17 +97,18 @@ class Tuner:
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self.trace.costs.values if method.ensemble else None
-        chain = _Chain([self._table(k, method.laplace) for k in range(self.trace.num_exits)], weights)
+        searched = [self._exit(k, method.laplace) for k in range(self.trace.num_exits)]
+        chain = (_ProductChain if method.ensemble == "poe" else _Chain)(searched, weights)
         grids = []
         for k in range(self.trace.num_exits):
-            nlpd = chain.nlpd(k, temperatures, prior_vars)
+            nlpd = chain.nlpd(temperatures, prior_vars)
             if not np.isfinite(nlpd).all():
                 raise InputError(
                     f"exit {k}: the validation NLPD is not finite at some grid points: "
                     f"features, temperatures or prior variances are too extreme for float32"
                 )
             best = np.unravel_index(np.argmax(nlpd <= nlpd.min() + _TIE), nlpd.shape)  # the first: T outer, var0 inner
-            chain.choose(k, (temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
+            chain.choose((temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
             chain = _descend_all(chain, method)
@@ -111,44 +120,44 @@ class Tuner:
         )
         return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
 
-    def _table(self, k: int, laplace: bool) -> "TrueLabel":
-        if (k, laplace) not in self._tables:
+    def _exit(self, k: int, laplace: bool) -> "SearchedExit":
+        if (k, laplace) not in self._searched:
             val = self.trace.val
             spectrum = self._spectra[k] if laplace else None
-            self._tables[k, laplace] = TrueLabel(
+            self._searched[k, laplace] = SearchedExit(
                 self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws
             )
-        return self._tables[k, laplace]
+        return self._searched[k, laplace]
 
 
-class TrueLabel:
-    """log p(true label) of one exit's validation samples under any temperature and prior variance."""
+class SearchedExit:
+    """What one exit says of the validation samples under any temperature and prior variance."""
 
     def __init__(
         self, head: HeadWeights, features: Tensor, labels: Tensor, spectrum: Spectrum | None, draws: Tensor
     ) -> None:
         features = features.float()
         self._logits = head.logits(features)
-        self._labels, self._spectrum, self._draws = labels, spectrum, draws
+        self.labels, self._spectrum, self._draws = labels, spectrum, draws
         self._squares = spectrum.posterior(PRIOR_VAR).squares(features) if spectrum else None
         self._known: dict[tuple[float, float], Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def log_true(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Tensor:
-        """(T, V, n), remembered point by point."""
+        """log p(true label) (T, V, n), remembered point by point."""
         missing = [(t, v) for t in temperatures for v in prior_vars if (t, v) not in self._known]
         if missing:
             rows, columns = sorted({t for t, _ in missing}), sorted({v for _, v in missing})
             with torch.no_grad():
-                table = self.compute(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
+                table = self.compute_true(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
             self._known |= {(t, v): table[i, j] for i, t in enumerate(rows) for j, v in enumerate(columns)}
         return torch.stack([torch.stack([self._known[t, v] for v in prior_vars]) for t in temperatures])
 
-    def compute(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
-        """(T, V, n) of a part of the samples, differentiable in both."""
-        logits, labels = self._logits[part], self._labels[part]
+    def compute_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
+        """The same for a part of the samples, differentiable in both."""
+        logits, labels = self._logits[part], self.labels[part]
         if self._spectrum is None or self._squares is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)
             rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
@@ -157,7 +166,7 @@ class TrueLabel:
         posteriors = [self._spectrum.posterior(var0) for var0 in prior_vars]
         if self._spectrum.mode != "exact":  # naive is a scalar times one matrix too, whatever its sampler does
             scales = torch.stack([posterior.scale_from(squares) for posterior in posteriors])
-            shifts = torch.stack([self._draws @ posterior.root.to(self._draws.dtype).T for posterior in posteriors])
+            shifts = torch.stack([self._shifts(posterior) for posterior in posteriors])
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
         columns = []
         for posterior in posteriors:
@@ -168,8 +177,30 @@ class TrueLabel:
             columns.append(torch.cat(rows, dim=1))
         return torch.stack(columns, dim=1)
 
+    def log_probs(
+        self, temperatures: Sequence[float] | Tensor, prior_var: float | Tensor, part: slice = slice(None)
+    ) -> Iterator[Tensor]:
+        """(n, c) of a part of the samples at each temperature, as `CalibratedExit` has them; differentiable in both."""
+        logits = self._logits[part]
+        if self._spectrum is None or self._squares is None:
+            yield from ((logits / t).log_softmax(dim=1) for t in temperatures)
+            return
+        posterior = self._spectrum.posterior(prior_var)
+        scale = posterior.scale_from(self._squares[part])
+        if self._spectrum.mode != "exact":
+            root, shifts = scale.sqrt(), self._shifts(posterior)
+            yield from (mean_log_probs(logits, root, shifts, t) for t in temperatures)
+            return
+        sampled = sample_logits(logits, scale, posterior, self._draws)
+        yield from (log_mean_softmax(sampled, t) for t in temperatures)
+
+    def _shifts(self, posterior: Posterior) -> Tensor:
+        """(S, c): L g of every draw."""
+        shifts: Tensor = self._draws @ posterior.root.to(self._draws.dtype).T
+        return shifts
+
     def pieces(self) -> list[slice]:
-        """Parts of the samples whose gradient fits in memory: all at once but for `exact`."""
+        """Parts of the samples that fit in memory with all their draws, or their gradient: one but for `exact`."""
         n = len(self._logits)
         exact = self._spectrum is not None and self._spectrum.mode == "exact"
         return list(chunks(n, self._draws.numel())) if exact else [slice(0, n)]
@@ -178,31 +209,76 @@ class TrueLabel:
 class _Chain:
     """Points (T, var0) chosen exit by exit, with the NLPD that counts: an exit's own, or its ensemble's."""
 
-    def __init__(self, tables: Sequence[TrueLabel], weights: Sequence[float] | None) -> None:
-        self.tables, self.weights = tables, weights
+    kind: ClassVar[Ensemble] = "mie"
+
+    def __init__(self, exits: Sequence[SearchedExit], weights: Sequence[float] | None) -> None:
+        self._exits, self._weights = exits, weights
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
-        self._said: list[Tensor] = []  # log p(true label) (n,) of the ensemble up to each exit chosen so far
+        self._said: Tensor | None = None  # log p(true label) (n,) of the ensemble of the exits chosen so far
 
-    def add(self, k: int, log_true: Tensor, part: slice = slice(None)) -> Tensor:
-        """(..., n): exit k's own log p(true label) joined to what the chain says up to exit k - 1."""
-        return ensemble(k, log_true, self._said[k - 1][part] if k else None, self.weights)
+    @property
+    def exit(self) -> SearchedExit:
+        """The next one, whose point is open."""
+        return self._exits[len(self.points)]
 
-    def nlpd(self, k: int, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
-        """(T, V) mean over samples, in float64."""
-        nlpd: Array = -self.add(k, self.tables[k].log_true(temperatures, prior_vars)).double().mean(dim=2).numpy()
+    def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
+        """(T, V) of the next exit, mean over samples, in float64."""
+        nlpd: Array = -self._with(self.exit.log_true(temperatures, prior_vars)).double().mean(dim=2).numpy()
         return nlpd
 
-    def choose(self, k: int, point: tuple[float, float], value: float) -> None:
-        """Settle exit k, with the exits before it as they are; later exits are open again."""
-        said = self.add(k, self.tables[k].log_true((point[0],), (point[1],))[0, 0])
-        self.points[k:], self.values[k:], self._said[k:] = [point], [value], [said]
+    def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
+        """log p(true label) (m,) with the next exit at a point, differentiable."""
+        return self._with(self.exit.compute_true(temperature[None], prior_var[None], part)[0, 0], part)
+
+    def choose(self, point: tuple[float, float], value: float) -> None:
+        """Settle the next exit."""
+        self._said = self._with(self._own(*point))
+        self.points.append(point)
+        self.values.append(value)
 
     def until(self, k: int) -> "_Chain":
-        """A copy with the first k exits settled."""
-        copy = _Chain(self.tables, self.weights)
-        copy.points, copy.values, copy._said = self.points[:k], self.values[:k], self._said[:k]
+        """Another one with the first k exits settled in the same way."""
+        copy = type(self)(self._exits, self._weights)
+        for point, value in zip(self.points[:k], self.values[:k], strict=True):
+            copy.choose(point, value)
         return copy
+
+    def _own(self, temperature: float, prior_var: float) -> Tensor:
+        """What the next exit says alone, as far as the chain has to know it."""
+        return self.exit.log_true((temperature,), (prior_var,))[0, 0]
+
+    def _with(self, own: Tensor, part: slice = slice(None)) -> Tensor:
+        """What the next exit says joined to what the chain says before."""
+        said = None if self._said is None else self._said[part]
+        return ensemble(self.kind, len(self.points), own, said, self._weights)
+
+
+class _ProductChain(_Chain):
+    """The same for a product of experts, which is known by all its classes: (n, c) instead of (n,)."""
+
+    kind = "poe"
+
+    def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
+        total = np.zeros((len(temperatures), len(prior_vars)))
+        with torch.no_grad():
+            for part in self.exit.pieces():
+                for j, prior_var in enumerate(prior_vars):
+                    for i, own in enumerate(self.exit.log_probs(temperatures, prior_var, part)):
+                        total[i, j] -= float(self._true(own, part).double().sum())
+        return total / len(self.exit)
+
+    def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
+        return self._true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
+
+    def _own(self, temperature: float, prior_var: float) -> Tensor:
+        with torch.no_grad():
+            parts = [next(self.exit.log_probs((temperature,), prior_var, part)) for part in self.exit.pieces()]
+        return torch.cat(parts)
+
+    def _true(self, own: Tensor, part: slice) -> Tensor:
+        """log p(true label) (m,) of the ensemble with the next exit's own log-probabilities (m, c)."""
+        return self._with(own, part).gather(1, self.exit.labels[part, None]).squeeze(1)
 
 
 def _descend_all(grid: _Chain, method: Method) -> _Chain:
@@ -213,17 +289,16 @@ def _descend_all(grid: _Chain, method: Method) -> _Chain:
     """
     chain = grid.until(0)
     for k, start in enumerate(grid.points):
-        point, value = _descend(chain, k, method, start)
+        point, value = _descend(chain, method, start)
         if value > grid.values[k]:
             chain = grid.until(k)
-            point, value = _descend(chain, k, method, start)
-        chain.choose(k, point, value)
+            point, value = _descend(chain, method, start)
+        chain.choose(point, value)
     return chain
 
 
-def _descend(chain: _Chain, k: int, method: Method, start: tuple[float, float]) -> tuple[tuple[float, float], float]:
-    """The best point that L-BFGS finds for exit k from `start`, and its NLPD; `start` if it finds none better."""
-    table = chain.tables[k]
+def _descend(chain: _Chain, method: Method, start: tuple[float, float]) -> tuple[tuple[float, float], float]:
+    """The best point that L-BFGS finds for the next exit from `start`, and its NLPD; `start` if none is better."""
     bounds = torch.tensor([TEMPERATURE_BOUNDS, PRIOR_BOUNDS], dtype=torch.float64).log()
     low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
     free = torch.tensor([method.tune_temperature, method.tune_prior])
@@ -239,18 +314,17 @@ def _descend(chain: _Chain, k: int, method: Method, start: tuple[float, float]) 
     def closure() -> float:
         optimiser.zero_grad()
         total = 0.0
-        for part in table.pieces():
+        for part in chain.exit.pieces():
             temperature, prior_var = point()
-            log_true = table.compute(temperature.float()[None], prior_var[None], part)[0, 0]
-            loss = -chain.add(k, log_true, part).double().sum() / len(table)
+            loss = -chain.log_true(temperature.float(), prior_var, part).double().sum() / len(chain.exit)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
     optimiser.step(closure)  # type: ignore[no-untyped-call]
     temperature, prior_var = (float(x) for x in point().detach())
-    found = ((temperature, prior_var), chain.nlpd(k, (temperature,), (prior_var,)).item())
-    return min(found, (start, chain.nlpd(k, (start[0],), (start[1],)).item()), key=lambda pair: pair[1])
+    found = ((temperature, prior_var), chain.nlpd((temperature,), (prior_var,)).item())
+    return min(found, (start, chain.nlpd((start[0],), (start[1],)).item()), key=lambda pair: pair[1])
 
 
 def _positive(name: str, values: Sequence[float]) -> tuple[float, ...]:

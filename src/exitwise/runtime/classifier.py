@@ -14,6 +14,7 @@ from exitwise.checkpoint import check_fit
 from exitwise.cost import macs
 from exitwise.costs import Costs
 from exitwise.errors import InputError
+from exitwise.methods import NEEDS_DRAWS
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy
 from exitwise.preprocessing import Preprocessing
@@ -58,8 +59,8 @@ class Classifier(nn.Module):
             raise InputError(
                 f"`policy` must have {len(net.stages)} thresholds, one per exit, but has {len(policy.thresholds)}"
             )
-        if policy.score == "variance" and not calibration.method.laplace:
-            raise InputError("a policy on the variance needs draws: choose a calibration with Laplace")
+        if policy.score == "variance" and not calibration.method.has_variance:
+            raise InputError(f"a policy on the variance {NEEDS_DRAWS}")
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
         if preprocessing is not None and not isinstance(preprocessing, Preprocessing):

@@ -30,10 +30,14 @@ class RuntimeExit(nn.Module):
     inverse: Tensor
     root: Tensor
 
-    def __init__(self, exit: CalibratedExit, share: float | None, variance: bool) -> None:
-        """`share` is this exit's weight among those up to here; None where nothing is ensembled."""
+    def __init__(self, exit: CalibratedExit, share: float | None, variance: bool, product: bool) -> None:
+        """`share` is this exit's weight among those up to here; None where nothing is ensembled.
+
+        With `product` the ensemble is a product of experts, which has no variance.
+        """
         super().__init__()
         self.share = share
+        self.product = product
         self.branchless = False  # as a graph must be
         self.variance = variance
         self.classes = len(exit.head.weight)
@@ -74,7 +78,8 @@ class RuntimeExit(nn.Module):
     def _mean_softmax(self, features: Tensor) -> Tensor:
         """(n, c) over draws."""
         sampled, logits = self._sampled(features)
-        if self.branchless:
+        # The quick way below rounds off tiny probabilities, which a product of experts depends on.
+        if self.branchless or self.product:
             return sampled.softmax(dim=2).mean(dim=1)
         # In place, and with the logits' maximum for that of every draw: a third less time, unless float32 overflows.
         exponentials = sampled.sub_(logits.amax(dim=1)[:, None, None]).exp_()
@@ -85,7 +90,11 @@ class RuntimeExit(nn.Module):
 
     def _with(self, own: Tensor, memory: Tensor | None) -> Tensor:
         """The ensemble with the exits before."""
-        return own if self.share is None or memory is None else memory * (1 - self.share) + own * self.share
+        if self.share is None or memory is None:
+            return own
+        if self.product:
+            return (_log(memory) * (1 - self.share) + _log(own) * self.share).softmax(dim=1)
+        return memory * (1 - self.share) + own * self.share
 
     def _sampled(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """(n, S, c) logits of every draw and (n, c) those without draws, divided by the temperature."""
@@ -100,6 +109,11 @@ class RuntimeExit(nn.Module):
         return torch.addcmul(logits[:, None], t[:, None, None], self.draws), logits
 
 
+def _log(probs: Tensor) -> Tensor:
+    """Finite: what is zero in float32 counts as its smallest normal number."""
+    return probs.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
 def _variance(drawn: Tensor, probs: Tensor) -> Tensor:
     """(n,) over draws, of the probability of the predicted class."""
     chosen = probs.argmax(dim=1)[:, None, None].expand(-1, drawn.shape[1], 1)
@@ -109,7 +123,10 @@ def _variance(drawn: Tensor, probs: Tensor) -> Tensor:
 
 def runtime_exits(calibration: Calibration, variance: bool) -> list[RuntimeExit]:
     """All exits; with `variance` they also say the variance over draws."""
-    return [RuntimeExit(exit, _share(calibration.weights, k), variance) for k, exit in enumerate(calibration.exits)]
+    product = calibration.method.ensemble == "poe"
+    return [
+        RuntimeExit(exit, _share(calibration.weights, k), variance, product) for k, exit in enumerate(calibration.exits)
+    ]
 
 
 def _share(weights: Sequence[float] | None, k: int) -> float | None:
