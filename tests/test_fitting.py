@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from oracles import best_of_all_cuts, first_exit_reached, random_probs
 
 import exitwise as ew
-from exitwise.fitting import _Search
 from exitwise.predictions import Predictions
 from exitwise.scores import SCORES, scores
+from exitwise.search import Search
 
 seeds = st.integers(0, 10**6)
 kinds = st.sampled_from(["float32", "float64", "ties"])
@@ -208,7 +208,7 @@ class TestOptimized:
         costs = np.array(COSTS[:exits])
         budget = float(costs[0] + part * (costs[-1] - costs[0]))
         best = best_of_all_cuts(scores(probs), (probs.argmax(axis=2) == labels).astype(float), costs, budget)
-        search = _Search(scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
+        search = Search(scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
         assert best - search.mean("labels", search.cuts("labels", budget)) <= 1 / samples + 1e-9
 
     def test_knows_that_deeper_can_be_worse(self) -> None:

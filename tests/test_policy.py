@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from oracles import agreements, first_exit_reached, public_counts, public_rule, random_probs
 
 import exitwise as ew
-from exitwise.fitting import geometric_shares
 from exitwise.predictions import ExitPrediction, Predictions
 from exitwise.scores import SCORES, scores, split_ties
+from exitwise.search import geometric_shares
 
 kinds = st.sampled_from(["float32", "float64", "ties"])
 seeds = st.integers(0, 10**6)

@@ -60,7 +60,8 @@ class TestAsABatch:
             assert answer.cost == costs[answer.exit or 0]
 
     @pytest.mark.parametrize(
-        ("method", "score"), [(VANILLA, "entropy"), ("MIE", "confidence"), (LAPLACE, "variance"), (OURS, "variance"), (OURS, "patience")]
+        ("method", "score"),
+        [(VANILLA, "entropy"), ("MIE", "confidence"), (LAPLACE, "variance"), (OURS, "variance"), (OURS, "patience")],
     )
     @pytest.mark.parametrize("optimized", [False, True])
     def test_what_earlier_exits_said_goes_along(self, method: str, score: str, optimized: bool) -> None:

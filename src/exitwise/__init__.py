@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from exitwise import runtime as runtime
     from exitwise import zoo as zoo
     from exitwise.calibration import Calibration as Calibration
+    from exitwise.certificates import Certificate as Certificate
+    from exitwise.certificates import Guarantee as Guarantee
+    from exitwise.certificates import NotCertifiedError as NotCertifiedError
     from exitwise.checkpoint import load_checkpoint as load_checkpoint
     from exitwise.checkpoint import load_net as load_net
     from exitwise.checkpoint import save_checkpoint as save_checkpoint
     from exitwise.collector import collect as collect
+    from exitwise.controller import BudgetController as BudgetController
     from exitwise.cost import macs as macs
     from exitwise.costs import Costs as Costs
     from exitwise.errors import InputError as InputError
@@ -53,16 +57,20 @@ _HOMES = {
     "METHODS": "methods",
     "RECIPES": "recipes",
     "Answer": "runtime.engine",
+    "BudgetController": "controller",
     "BudgetCurve": "evaluation",
     "Calibration": "calibration",
+    "Certificate": "certificates",
     "Classifier": "runtime.classifier",
     "Costs": "costs",
     "Evaluation": "evaluation",
+    "Guarantee": "certificates",
     "Head": "net",
     "InputError": "errors",
     "Machine": "machine",
     "Method": "methods",
     "MultiExitNet": "net",
+    "NotCertifiedError": "certificates",
     "Policy": "policy",
     "Prediction": "runtime.engine",
     "Predictions": "predictions",

@@ -17,7 +17,7 @@ from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, trai
 from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
-from exitwise.methods import OURS, SAMPLES, VANILLA, method_named
+from exitwise.methods import NEEDS_DRAWS, OURS, SAMPLES, VANILLA, method_named
 
 if TYPE_CHECKING:
     from exitwise.run import Run
@@ -30,7 +30,9 @@ app = typer.Typer(
     help="Early-exit networks that can be trusted under a compute budget. Start with: exitwise demo",
 )
 
-MethodOption = Annotated[str, typer.Option(help="One of the twelve methods, by the paper's name.")]
+MethodOption = Annotated[
+    str, typer.Option(help="One of the paper's twelve methods by its name, or with PoE in place of MIE.")
+]
 Mode = Annotated[str, typer.Option(help="The Laplace posterior: paper, exact or naive.")]
 Samples = Annotated[int, typer.Option(help="Monte Carlo draws.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
@@ -203,8 +205,8 @@ def evaluate(
     costs = commands.costs_for(budget, opened, trace)
     asked = commands.parse_budget(budget, costs)
     check_request(costs, asked, strategy, score)
-    if score == "variance" and not chosen.laplace:
-        raise InputError("`score` 'variance' needs draws: choose a method with Laplace")
+    if score == "variance" and not chosen.has_variance:
+        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     found = {}
     for each in dict.fromkeys((method_named(VANILLA), chosen)):
         calibration = commands.calibration_of(opened, tuner, each)

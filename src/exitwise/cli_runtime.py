@@ -18,8 +18,10 @@ Budget = Annotated[
     str | None,
     typer.Option(help="Mean cost per image: 2e7 (MACs), 50% of the full net's, or 12ms; the last evaluated one."),
 ]
-MethodOption = Annotated[str | None, typer.Option(help=f"One of the twelve methods, by the paper's name; {OURS}.")]
-Score = Annotated[str | None, typer.Option(help="What decides: confidence, entropy or variance.")]
+MethodOption = Annotated[
+    str | None, typer.Option(help=f"One of the paper's methods, or with PoE for MIE; {OURS}.")
+]
+Score = Annotated[str | None, typer.Option(help="What decides: confidence, margin, entropy, variance or patience.")]
 Threads = Annotated[int | None, typer.Option(help="Threads to compute with; as many as there are cores.")]
 
 

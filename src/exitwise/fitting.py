@@ -1,6 +1,7 @@
 """A budget becomes thresholds: the paper's family, or those that are best on validation data. NumPy alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -8,16 +9,19 @@ from typing import Any
 import numpy as np
 
 from exitwise import metrics
+from exitwise.certificates import Certificate
+from exitwise.certifying import Seen, certified, cheaper
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.policy import Fit, Policy, costs_of
 from exitwise.predictions import Array, Predictions
-from exitwise.ranking import Ranking
 from exitwise.scores import check_score, scores
+from exitwise.search import Search
 
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
 OBJECTIVES = ("accuracy", "nlpd")
 FOLDS = 5
+_BUDGETS = 101  # that are tried for the cheapest policy that keeps to a risk
 
 # What is maximised: what is true of each sample, the same smoothed along the scores, or what the net itself expects.
 _SOURCES = {"labels": "optimized", "smoothed": "optimized", "expected": "label_free"}
@@ -28,10 +32,14 @@ def fit_policy(
     labels: Any = None,
     costs: Costs | Sequence[float] | None = None,
     *,
-    budget: float,
+    budget: float | None,
     strategy: str = "auto",
     score: str = "confidence",
     objective: str = "accuracy",
+    certify: Certificate | None = None,
+    hold: Any = None,
+    hold_labels: Any = None,
+    against: Any = None,
 ) -> Policy:
     """Thresholds whose mean cost on these predictions is at most the budget, in the unit of the costs, per sample.
 
@@ -46,8 +54,44 @@ def fit_policy(
 
     `policy.fit` says what was chosen and how it did on samples not fitted on. Thresholds lie midway between scores;
     equal scores are parted by a hash of the sample's probabilities.
+
+    With `certify`, the policy is guaranteed to keep to the budget on fresh samples, and says so in `policy.guarantee`.
+    That takes samples that nothing was tuned or fitted on: predictions `hold` (K, n, c) with their labels, or, if none
+    are given, a part of these samples, which then must not have been used for calibration either. Losses are measured
+    against the last exit, or against the last of other predictions of the samples held out (`against`), such as the
+    plain net's. Where a `risk` is certified, `auto` is `geometric`; without a budget it is the cheapest policy that
+    keeps to the risk.
     """
-    return fit_policies(preds, labels, costs, budgets=[budget], strategy=strategy, score=score, objective=objective)[0]
+    if certify is None:
+        if hold is not None or hold_labels is not None or against is not None:
+            raise InputError("`hold`, `hold_labels` and `against` are for a certificate: give `certify`")
+        return Fitter(preds, labels, costs, score=score, objective=objective).fit(budget, strategy)
+    if not isinstance(certify, Certificate):
+        raise InputError(f"`certify` must be a Certificate, but got {certify!r}")
+    seed, reference = None, None
+    preds = Predictions.of(preds)
+    if hold is None:
+        if hold_labels is not None:
+            raise InputError("`hold_labels` need their predictions: give `hold`")
+        rest, held = split(preds.shape[1], certify.hold, certify.seed)
+        seed = certify.seed
+        if against is not None:
+            whole = _of_samples(against, preds.shape[1])
+            reference, against = whole.take(rest), whole.take(held)
+        if labels is not None:
+            known = metrics.check_labels(labels, preds.shape[1], preds.shape[2])
+            labels, hold_labels = known[rest], known[held]
+        hold, preds = preds.take(held), preds.take(rest)
+    fitter = Fitter(preds, labels, costs, score=score, objective=objective)
+    policy = fitter.certify(certify, budget, strategy, Predictions.of(hold), hold_labels, against, reference)
+    return replace(policy, guarantee=replace(policy.guarantee, seed=seed)) if policy.guarantee else policy
+
+
+def _of_samples(against: Any, samples: int) -> Predictions:
+    found = Predictions.of(against)
+    if found.shape[1] != samples:
+        raise InputError(f"`against` must have the {samples} samples of `preds`, but has {found.shape[1]}")
+    return found
 
 
 def fit_policies(
@@ -63,6 +107,15 @@ def fit_policies(
     """`fit_policy` for many budgets, with what they share computed once."""
     fitter = Fitter(preds, labels, costs, score=score, objective=objective)
     return [fitter.fit(budget, strategy) for budget in budgets]
+
+
+def split(samples: int, share: float, seed: int) -> tuple[Array, Array]:
+    """Positions to tune on and, a share of all, to hold out; each in their order."""
+    held = round(samples * share)
+    if not 0 < held < samples:
+        raise InputError(f"{samples} samples cannot be split into some to tune on and a share of {share} to hold out")
+    order = np.random.default_rng(seed).permutation(samples)
+    return np.sort(order[held:]), np.sort(order[:held])
 
 
 def check_request(
@@ -103,20 +156,64 @@ class Fitter:
         if samples < exits:
             raise InputError(f"`preds` must have at least as many samples as exits, {exits}, but has {samples}")
         self.score, self.objective = score, objective
-        self._table = scores(preds, score)
+        self._preds, self._table = preds, scores(preds, score)
         self._values = {"expected": _expected(preds, objective)}
-        if labels is not None:
-            found = metrics.check_labels(labels, samples, classes)
-            self._values["labels"] = _true(preds, found, objective)
-        self._whole = _Search(self._table, np.asarray(self.costs.values), self._values)
+        self._labels = None if labels is None else metrics.check_labels(labels, samples, classes)
+        if self._labels is not None:
+            self._values["labels"] = _true(preds, self._labels, objective)
+        self._whole = Search(self._table, np.asarray(self.costs.values), self._values)
         self._held: dict[tuple[float, str, str], float] = {}
 
-    def fit(self, budget: float, strategy: str = "auto") -> Policy:
+    def certify(
+        self,
+        certificate: Certificate,
+        budget: float | None,
+        strategy: str,
+        hold: Predictions,
+        hold_labels: Any = None,
+        against: Any = None,
+        tune_against: Predictions | None = None,
+    ) -> Policy:
+        """The policy for a budget that predictions of other samples certify; see `fit_policy`.
+
+        `tune_against` is `against` on the samples of the fitter, for bounds that suit it.
+        """
+        if budget is None and certificate.risk is None:
+            raise InputError(
+                "`budget` is needed, unless the certificate is of a risk: then the cheapest policy is found"
+            )
+        if hold.shape[::2] != self._preds.shape[::2]:
+            expected = self._preds.shape[::2]
+            raise InputError(
+                f"`hold` must have the exits and classes of `preds`, {expected}, but has {hold.shape[::2]}"
+            )
+        tune_full = (self._preds if tune_against is None else tune_against).predicted[-1]
+        reference = hold if against is None else Predictions.of(against)
+        if reference.shape[1:] != hold.shape[1:]:
+            raise InputError(
+                f"`against` must have the samples and classes held out, {hold.shape[1:]}, but has {reference.shape[1:]}"
+            )
+        if certificate.risk == "accuracy":
+            if self._labels is None or hold_labels is None:
+                raise InputError("`labels` are needed to certify a loss in accuracy: 'disagreement' does without")
+            hold_labels = metrics.check_labels(hold_labels, hold.shape[1], hold.shape[2])
+        if strategy == "auto" and certificate.risk is not None:
+            strategy = "geometric"  # it differs least from the full net where there is much to spend
+        if budget is None:
+            low, high = self.costs.values[0], self.costs.values[-1]
+            policies = [self.fit(float(each), strategy) for each in np.linspace(low, high, _BUDGETS)]
+        else:
+            policies = cheaper(self.fit(budget, strategy), self._table, self.costs)
+        tune = Seen.by(policies, self._preds, certificate.risk, tune_full, self._labels)
+        held = Seen.by(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
+        return certified(policies, tune, held, certificate, self.costs, budget, sure=against is None)
+
+    def fit(self, budget: float | None, strategy: str = "auto") -> Policy:
         check_request(self.costs, budget, strategy, self.score, self.objective)
         labelled = "labels" in self._values
         if strategy == "optimized" and not labelled:
             raise InputError("`labels` are needed for the strategy 'optimized': 'label_free' does without")
-        budget = float(budget)
+        budget = float(budget or 0.0)
         contenders = {
             "geometric": ("geometric",),
             "optimized": ("geometric", "labels", "smoothed"),
@@ -151,7 +248,7 @@ class Fitter:
         return policy.with_cost(self._table, self.costs)
 
     @cached_property
-    def _folds(self) -> list[tuple["_Search", Array]]:
+    def _folds(self) -> list[tuple["Search", Array]]:
         """Searches on all samples but those of one fold, and that fold's samples; none where they would be too few."""
         exits, samples = self._table.shape
         number = min(FOLDS, samples // max(exits, 2))
@@ -162,7 +259,7 @@ class Fitter:
         for fold in range(number):
             rest = np.flatnonzero(fold_of != fold)
             values = {name: value[:, rest] for name, value in self._values.items()}
-            search = _Search(self._table[:, rest], np.asarray(self.costs.values), values)
+            search = Search(self._table[:, rest], np.asarray(self.costs.values), values)
             folds.append((search, np.flatnonzero(fold_of == fold)))
         return folds
 
@@ -178,100 +275,6 @@ class Fitter:
         return self._held[key]
 
 
-class _Search:
-    """Cuts for budgets on some samples: scores (K, n), costs (K,), and values (K, n) by name."""
-
-    def __init__(self, table: Array, costs: Array, values: Mapping[str, Array]) -> None:
-        self._ranking, self._costs, self._values = Ranking(table), costs, dict(values)
-        if "labels" in values:
-            self._values["smoothed"] = _smoothed(table, values["labels"])
-        self._all = np.arange(table.shape[1])
-        self._family: dict[float, tuple[Array, float]] = {}
-        self._geometric: dict[float, tuple[Array, float]] = {}
-        self._paths: dict[str, list[tuple[Array, float, float]]] = {}
-
-    def thresholds(self, cuts: Array) -> tuple[float, ...]:
-        return self._ranking.thresholds(cuts)
-
-    def mean(self, name: str, cuts: Array) -> float:
-        """The mean of a value at the exits that samples take."""
-        return float(self._values[name][self._ranking.exits(cuts), self._all].mean())
-
-    def cuts(self, name: str, budget: float) -> Array:
-        """By the paper's family, or the best for a value."""
-        return self._best(name, budget) if name in self._values else self._meeting(budget)[0]
-
-    def q(self, budget: float) -> float:
-        """Of the paper's family at a budget."""
-        return float(np.exp(self._meeting(budget)[1]))
-
-    def _meeting(self, budget: float) -> tuple[Array, float]:
-        """Cuts of the paper's family with the largest cost up to the budget, and log q."""
-        if budget in self._geometric:
-            return self._geometric[budget]
-        below, above = -50.0, 50.0  # everyone leaves at the first exit; at the last
-        best = below
-        one = (self._costs[-1] - self._costs[0]) / self._ranking.samples  # nothing smaller than a sample can move
-        if self._member(above)[1] <= budget:
-            best, above = above, below
-        while abs(above - below) > 1e-13 and not 0 <= budget - self._member(best)[1] < one:
-            middle = (below + above) / 2
-            cost = self._member(middle)[1]
-            if cost > budget:
-                above = middle
-                continue
-            below = middle
-            best = middle if cost >= self._member(best)[1] else best
-        self._geometric[budget] = (self._member(best)[0], best)
-        return self._geometric[budget]
-
-    def _member(self, log_q: float) -> tuple[Array, float]:
-        """Cuts of the paper's family and their mean cost, remembered: budgets share the first halvings."""
-        if log_q not in self._family:
-            shares = geometric_shares(float(np.exp(log_q)), len(self._costs))
-            counts = np.floor(self._ranking.samples * shares + 1e-9)  # a share of 1/4 is a quarter, however it rounds
-            cuts = self._ranking.by_counts(counts)
-            self._family[log_q] = (cuts, float(self._costs[self._ranking.exits(cuts)].mean()))
-        return self._family[log_q]
-
-    def _best(self, name: str, budget: float) -> Array:
-        """The best that is found within the budget, from the paper's family and from solutions at a price per cost."""
-        within = [(value, cuts) for cuts, cost, value in self._path(name) if cost <= budget]
-        starts = [cuts for _, cuts in sorted(within, key=lambda pair: -pair[0])[:2]]
-        ends = [
-            self._ranking.ascend_within(self._values[name], self._costs, budget, start)
-            for start in (*starts, self._meeting(budget)[0])
-        ]
-        return max(ends, key=lambda cuts: self.mean(name, cuts))
-
-    def _path(self, name: str) -> list[tuple[Array, float, float]]:
-        """Cuts, cost and value of the best that is found at every price of a falling, then growing row of prices."""
-        if name not in self._paths:
-            values = self._values[name]
-            most = np.abs(values[-1] - values[0]).mean() / max(self._costs[-1] - self._costs[0], self._costs[0] * 1e-9)
-            prices = [*(most * np.geomspace(30, 1e-3, 32)), 0.0]
-            found = []
-            for row, start in ((prices, self._ranking.samples), (prices[::-1], 0)):
-                cuts = np.full(len(values) - 1, start)
-                for each in row:
-                    cuts = self._ranking.ascend(values - each * self._costs[:, None], cuts)
-                    found.append(cuts)
-            distinct = {cuts.tobytes(): cuts for cuts in found}.values()
-            exits = [self._ranking.exits(cuts) for cuts in distinct]
-            self._paths[name] = [
-                (cuts, float(self._costs[taken].mean()), float(values[taken, self._all].mean()))
-                for cuts, taken in zip(distinct, exits, strict=True)
-            ]
-        return self._paths[name]
-
-
-def geometric_shares(q: float, exits: int) -> Array:
-    """(K,) the paper's shares of samples per exit, q^k / sum_j q^j for k = 1..K."""
-    # Divided by the largest power, so that none overflows.
-    powers = np.exp(np.log(q) * np.arange(exits) - max(0.0, np.log(q) * (exits - 1)))
-    return np.asarray(powers / powers.sum())
-
-
 def _true(preds: Predictions, labels: Array, objective: str) -> Array:
     """(K, n) whether each exit is right, or log p(true label)."""
     if objective == "accuracy":
@@ -282,16 +285,3 @@ def _true(preds: Predictions, labels: Array, objective: str) -> Array:
 def _expected(preds: Predictions, objective: str) -> Array:
     """(K, n) the same as the exit expects it: its confidence, or sum p log p."""
     return scores(preds, "confidence" if objective == "accuracy" else "entropy")
-
-
-def _smoothed(table: Array, values: Array) -> Array:
-    """(K, n) values as a function of each exit's own score: means of neighbours, linear between them.
-
-    What is true of one sample is mostly chance, and thresholds that follow it do not hold for others.
-    """
-    groups = max(2, round(table.shape[1] ** (1 / 3)))
-    smooth = []
-    for score, value in zip(table, values, strict=True):
-        parts = np.array_split(np.argsort(score, kind="stable"), groups)
-        smooth.append(np.interp(score, [score[part].mean() for part in parts], [value[part].mean() for part in parts]))
-    return np.stack(smooth)

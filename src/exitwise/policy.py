@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
+from math import exp, inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from exitwise.certificates import Guarantee
 from exitwise.costs import UNITS, Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
@@ -49,7 +50,7 @@ class Policy(Result):
 
     A threshold of inf lets nobody leave; the last exit's is -inf, it takes everyone. `cost` is the mean cost on the
     data that the thresholds were made on, `costs` (K,) what leaving at each exit costs, `budget` what was asked for, if
-    anything was.
+    anything was. `fit` says how it was fitted, `guarantee` what was certified.
     """
 
     thresholds: tuple[float, ...]
@@ -61,6 +62,7 @@ class Policy(Result):
     q: float | None = None
     costs: tuple[float, ...] | None = None
     fit: Fit | None = None
+    guarantee: Guarantee | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -106,6 +108,19 @@ class Policy(Result):
             raise InputError(f"`preds` must have {len(self.thresholds)} exits as the policy has, but has {len(scores)}")
         return np.asarray((scores >= np.asarray(self.thresholds)[:, None]).argmax(axis=0))
 
+    def shifted(self, by: float) -> "Policy":
+        """A policy of the same family, more careful for `by` > 0: doubt counts exp(by) times as much.
+
+        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are.
+        """
+        known = SCORES[self.score].certain
+        certain = len(self.thresholds) if known is None else known
+        thresholds = [
+            certain - max(certain - value, 2.0**-24) * exp(-by) if isfinite(value) else value
+            for value in self.thresholds
+        ]
+        return replace(self, thresholds=tuple(thresholds)) if by else self
+
     def with_cost(self, scores: Array, costs: Costs) -> "Policy":
         """The policy with what it costs on samples with these scores (K, n)."""
         shares = np.bincount(self.exits_by(scores), minlength=len(scores)) / scores.shape[1]
@@ -114,15 +129,18 @@ class Policy(Result):
     def to_dict(self) -> dict[str, Any]:
         """Plain data; infinite thresholds as the words "inf" and "-inf", which JSON has no numbers for."""
         thresholds = [value if isfinite(value) else str(value) for value in self.thresholds]
-        parts = {"costs": list(self.costs) if self.costs else None, "fit": asdict(self.fit) if self.fit else None}
-        return {**self.__dict__, "thresholds": thresholds, **parts}
+        parts = {name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")}
+        return {**self.__dict__, "thresholds": thresholds, "costs": list(self.costs) if self.costs else None, **parts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
         try:
             thresholds = tuple(float(value) for value in data["thresholds"])
-            fit = Fit(**data["fit"]) if data.get("fit") is not None else None
-            return cls(**{**data, "thresholds": thresholds, "fit": fit})
+            parts = {
+                name: kind(**data[name]) if data.get(name) is not None else None
+                for name, kind in (("fit", Fit), ("guarantee", Guarantee))
+            }
+            return cls(**{**data, "thresholds": thresholds, **parts})
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"not a usable policy: {error}") from None
 

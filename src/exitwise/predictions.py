@@ -103,6 +103,20 @@ class Predictions:
             self._reduced[key] = np.stack([function(exit) for exit in self.exits(variance)])
         return self._reduced[key]
 
+    def take(self, samples: Array) -> "Predictions":
+        """The predictions on some of the samples."""
+        rows = np.arange(self.shape[1])[samples]
+
+        def exits() -> Iterator[ExitPrediction]:
+            return (ExitPrediction(exit.probs[rows], exit.log_probs[rows]) for exit in self.exits())
+
+        def variance(_: Array) -> Array:
+            assert self.variance is not None
+            return self.variance[:, rows]
+
+        shape = (self.shape[0], len(rows), self.shape[2])
+        return Predictions(shape, exits, None if self._variance_of is None else variance)
+
     @property
     def predicted(self) -> Array:
         """(K, n) the most probable class at every exit."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from exitwise.errors import InputError
+from exitwise.methods import NEEDS_DRAWS
 from exitwise.predictions import Array, ExitPrediction, Predictions
 
 Memory = Array | None  # (n, m): what a score has to know of the exits before, if anything
@@ -44,7 +45,7 @@ def _negative_entropy(said: ExitPrediction, memory: Memory) -> tuple[Array, Memo
 def _negative_variance(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
     """Minus the variance over draws of the predicted class's probability."""
     if said.variance is None:
-        raise InputError("`score` 'variance' needs draws: choose a method with Laplace and without product of experts")
+        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     return -said.variance, memory
 
 
