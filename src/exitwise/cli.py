@@ -14,10 +14,11 @@ from rich.markup import escape
 
 import exitwise
 from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, train
+from exitwise.cli_policies import MethodOption, evaluate, policies
 from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
-from exitwise.methods import NEEDS_DRAWS, OURS, SAMPLES, VANILLA, method_named
+from exitwise.methods import OURS, SAMPLES, VANILLA, method_named
 
 if TYPE_CHECKING:
     from exitwise.run import Run
@@ -30,9 +31,6 @@ app = typer.Typer(
     help="Early-exit networks that can be trusted under a compute budget. Start with: exitwise demo",
 )
 
-MethodOption = Annotated[
-    str, typer.Option(help="One of the paper's twelve methods by its name, or with PoE in place of MIE.")
-]
 Mode = Annotated[str, typer.Option(help="The Laplace posterior: paper, exact or naive.")]
 Samples = Annotated[int, typer.Option(help="Monte Carlo draws.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
@@ -98,7 +96,7 @@ def _options(
     del version
 
 
-for command in (train, collect, predict, bench, export):
+for command in (train, collect, evaluate, policies, predict, bench, export):
     app.command()(command)
 
 
@@ -174,58 +172,6 @@ def calibrate(
     if as_json:
         return print_json(**made.to_dict())
     show.console().print(show.calibration(made, vanilla))
-    return None
-
-
-@app.command()
-def evaluate(
-    run: RunArgument,
-    budget: Annotated[
-        str,
-        typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms where costs are in ms."),
-    ],
-    method: MethodOption = OURS,
-    score: Annotated[str, typer.Option(help="What decides: confidence, entropy or variance.")] = "confidence",
-    strategy: Annotated[str, typer.Option(help="How thresholds are made: geometric.")] = "geometric",
-    against: Annotated[
-        list[Path] | None, typer.Option(help="Another run, such as a baseline's, to show beside; may be repeated.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
-    from exitwise import commands, show
-    from exitwise.evaluation import evaluate as evaluate_policy
-    from exitwise.fitting import check_request, fit_policy
-    from exitwise.run import Run
-
-    chosen = method_named(method)
-    opened, trace, tuner = _open(run)
-    if trace.test is None:
-        raise InputError(f"the trace of {run} has no test split to evaluate on")
-    costs = commands.costs_for(budget, opened, trace)
-    asked = commands.parse_budget(budget, costs)
-    check_request(costs, asked, strategy, score)
-    if score == "variance" and not chosen.has_variance:
-        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
-    found = {}
-    for each in dict.fromkeys((method_named(VANILLA), chosen)):
-        calibration = commands.calibration_of(opened, tuner, each)
-        usable = "confidence" if score == "variance" and each != chosen else score  # vanilla has no draws
-        policy = fit_policy(calibration.predict(trace.val), costs=costs, budget=asked, strategy=strategy, score=usable)
-        result = evaluate_policy(calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=costs)
-        found[each.name] = (policy, result)
-    policy, result = found[chosen.name]
-    for other in against or []:
-        name, pair = commands.at_budget(Run(other), asked, costs.unit)
-        found[name] = pair
-    opened.save_policy(policy)
-    report = {name: {"policy": made.to_dict(), "evaluation": got.to_dict()} for name, (made, got) in found.items()}
-    opened.add_results(evaluation={"budget": asked, "unit": costs.unit, "method": chosen.name, "methods": report})
-    if as_json:
-        return print_json(budget=asked, unit=costs.unit, method=chosen.name, methods=report)
-    out = show.console()
-    out.print(show.evaluation(found, asked, costs.unit))
-    out.print(show.exits(policy, result, costs.values, costs.unit))
     return None
 
 

@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exitwise.cli_net import Force, Json, Net, RunArgument, check_numbers, print_json
+from exitwise.cli_policies import Certify
 from exitwise.errors import InputError
 from exitwise.methods import OURS
 
 if TYPE_CHECKING:
     from exitwise.predicting import Summary
+    from exitwise.runtime_commands import Choice
 
 Budget = Annotated[
     str | None,
     typer.Option(help="Mean cost per image: 2e7 (MACs), 50% of the full net's, or 12ms; the last evaluated one."),
 ]
-MethodOption = Annotated[
-    str | None, typer.Option(help=f"One of the paper's methods, or with PoE for MIE; {OURS}.")
-]
+MethodOption = Annotated[str | None, typer.Option(help=f"One of the paper's methods, or with PoE for MIE; {OURS}.")]
 Score = Annotated[str | None, typer.Option(help="What decides: confidence, margin, entropy, variance or patience.")]
+Strategy = Annotated[
+    str | None, typer.Option(help="How thresholds are made: auto, geometric, optimized or label_free.")
+]
 Threads = Annotated[int | None, typer.Option(help="Threads to compute with; as many as there are cores.")]
 
 
@@ -34,6 +37,12 @@ def predict(
     budget: Budget = None,
     method: MethodOption = None,
     score: Score = None,
+    strategy: Strategy = None,
+    certify: Certify = None,
+    keep_budget: Annotated[
+        bool,
+        typer.Option("--keep-budget", help="Move thresholds as pictures come, so that their mean cost is the budget."),
+    ] = False,
     net: Net = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; stdout if not given.")] = None,
     format: Annotated[str | None, typer.Option(help="csv or jsonl; by the name of --out, else csv.")] = None,
@@ -50,6 +59,7 @@ def predict(
     A picture that cannot be read or classified gets a row with its error.
     """
     from exitwise import predicting, rows, runtime_commands
+    from exitwise.controller import BudgetController
     from exitwise.live import bars
 
     check_numbers(batch_size=batch_size, threads=threads)
@@ -64,14 +74,15 @@ def predict(
         raise InputError(f"{out} exists: --resume to go on with it, --force to replace it")
     found = predicting.listing(images)
     _set_threads(threads)
-    choice = runtime_commands.Choice(budget, method, score, net)
+    choice = _choice(budget, method, score, net, strategy, certify)
     classifier = runtime_commands.opened(run, choice, threads)
     preprocessing, classes = runtime_commands.about_pictures(classifier)
+    controller = BudgetController(classifier.policy) if keep_budget else None
     fields = [*predicting.FIELDS, *(["probs"] if probs else [])]
     summary, start = predicting.Summary(), time.perf_counter()
 
     def answers(names: Any) -> Any:
-        return predicting.predict(classifier, names, preprocessing, classes, batch_size, summary, probs)
+        return predicting.predict(classifier, names, preprocessing, classes, batch_size, summary, probs, controller)
 
     with bars() as progress:
         if out is None:
@@ -153,6 +164,8 @@ def export(
     budget: Budget = None,
     method: MethodOption = None,
     score: Score = None,
+    strategy: Strategy = None,
+    certify: Certify = None,
     net: Net = None,
     force: Force = False,
     as_json: Json = False,
@@ -162,7 +175,7 @@ def export(
     from exitwise.run import Run
     from exitwise.show import amount
 
-    classifier = runtime_commands.classifier_of(Run(run), runtime_commands.Choice(budget, method, score, net))
+    classifier = runtime_commands.classifier_of(Run(run), _choice(budget, method, score, net, strategy, certify))
     classifier.export(out, force=force)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
@@ -173,6 +186,20 @@ def export(
         f"Try it: exitwise predict {out} IMAGES, or from Python: exitwise.runtime.onnx.Session({str(out)!r})"
     )
     return None
+
+
+def _choice(
+    budget: str | None,
+    method: str | None,
+    score: str | None,
+    net: str | None,
+    strategy: str | None,
+    certify: float | None,
+) -> "Choice":
+    from exitwise.certificates import Certificate
+    from exitwise.runtime_commands import Choice
+
+    return Choice(budget, method, score, net, strategy, None if certify is None else Certificate(certify))
 
 
 def _format(format: str | None, out: Path | None, as_json: bool) -> str:

@@ -78,7 +78,7 @@ def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Ev
     if trace.num_exits == 1:
         policy = Policy((float("-inf"),), unit=unit, cost=trace.costs.values[0])
     else:
-        policy = fit_policy(plain.predict(trace.val), costs=trace.costs, budget=budget)
+        policy = fit_policy(plain.predict(trace.val), trace.val.labels, trace.costs, budget=budget)
     result = evaluate(plain.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
     return str((trace.model or {}).get("preset", run.directory.name)), (policy, result)
 

@@ -47,9 +47,10 @@ class BudgetController:
             controller.update(answers.exits, answers.probs.max(dim=1).values)
 
     It moves along `Policy.shifted`, by what the last samples cost beyond the budget and by what is still owed from
-    before. `horizon` is over how many samples a debt is paid back, `step` the most that one batch may move the policy.
-    A debt that cannot be paid, the policy being at its end, is not added to: when traffic changes again, the controller
-    is there at once. A policy that means to spend less than its budget is made cheaper where need be, never dearer.
+    before. `horizon` is over how many samples, and at least ten batches, a debt is paid back, `step` the most that one
+    batch may move the policy. A debt that cannot be paid, the policy being at its end, is not added to: when traffic
+    changes again, the controller is there at once. A policy that means to spend less than its budget is made cheaper
+    where need be, never dearer. `Classifier.stream` does all this by itself if it is given a controller.
     """
 
     def __init__(self, policy: Policy, budget: float | None = None, *, horizon: int = 1280, step: float = 0.5) -> None:
@@ -104,11 +105,12 @@ class BudgetController:
         state, n = self.state, len(taken)
         paid = float(np.asarray(self.fitted.costs)[taken].sum())
         over = paid / n - self.budget
-        keep = exp(-n / self.horizon)
+        horizon = max(self.horizon, 10 * n)
+        keep = exp(-n / horizon)
         debt = keep * state.debt + n * over
         # The last batch and the debt, weighted so that the way back has no overshoot; a small batch says little.
-        trust = n / (n + self.horizon / 10)
-        wanted = -(trust * over + (1 - trust) * debt / self.horizon)
+        trust = n / (n + horizon / 10)
+        wanted = -(trust * over + (1 - trust) * debt / horizon)
         move = min(max(wanted / state.slope, -self.step), self.step)
         shift = min(max(state.shift + move, -_FARTHEST), self._most)
         at_its_end = shift == state.shift and move != 0
@@ -125,9 +127,9 @@ class BudgetController:
 
     @property
     def _usual_slope(self) -> float:
-        """What the cost grows by per unit of shift, where nothing is known: a third of the way to the last exit."""
+        """What the cost grows by per unit of shift, where nothing is known: half of the way to the last exit."""
         costs = self.fitted.costs or (0.0, 1.0)
-        return (costs[-1] - costs[0]) / 3 or 1.0
+        return (costs[-1] - costs[0]) / 2 or 1.0
 
     def _learn_slope(self, taken: Array, scores: Array) -> None:
         """Who left with a score just above the threshold would have gone on, had the policy been more careful."""
@@ -137,7 +139,7 @@ class BudgetController:
         slope = float((ahead[taken] * nearly).mean()) / _NEAR
         keep = exp(-len(taken) / self.horizon)
         mixed = keep * self.state.slope + (1 - keep) * slope
-        self.state = replace(self.state, slope=max(mixed, self._usual_slope / 5))
+        self.state = replace(self.state, slope=max(mixed, self._usual_slope / 8))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from exitwise.controller import BudgetController
 from exitwise.data.folders import SUFFIXES, picture
 from exitwise.errors import InputError
 from exitwise.predictions import Array
@@ -22,7 +23,9 @@ FIELDS = ("image", "predicted", "label", "confidence", "exit", "cost", "error")
 class Streaming(Protocol):
     """A `Classifier` or an ONNX `Session`."""
 
-    def stream(self, images: Iterable[Any], batch_size: int = 64) -> Iterator[Answer]: ...
+    def stream(
+        self, images: Iterable[Any], batch_size: int = 64, *, controller: BudgetController | None = None
+    ) -> Iterator[Answer]: ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def predict(
     batch_size: int,
     summary: Summary,
     probs: bool = False,
+    controller: BudgetController | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each picture, in their order; `summary` is kept up to date."""
     waiting: deque[str] = deque()  # names whose answers have not come yet: as many as the stream holds
@@ -108,7 +112,7 @@ def predict(
             waiting.append(name)
             yield readable(name, preprocessing)
 
-    for answer in classifier.stream(images(), batch_size):
+    for answer in classifier.stream(images(), batch_size, controller=controller):
         summary.add(answer)
         row = _row(waiting.popleft(), answer, classes)
         if probs:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from exitwise import checkpoint, data
+from exitwise.certificates import Certificate
 from exitwise.commands import FILE_SIZE, calibration_of, costs_for, net_of, parse_budget
 from exitwise.costs import Costs
 from exitwise.errors import InputError
@@ -20,6 +21,7 @@ from exitwise.files import write_json
 from exitwise.fitting import check_request, fit_policy
 from exitwise.methods import NEEDS_DRAWS, OURS, method_named
 from exitwise.net import MultiExitNet
+from exitwise.policy_commands import Request, certificate_of, tuned
 from exitwise.preprocessing import Preprocessing
 from exitwise.run import Run
 from exitwise.runtime import bench as benching
@@ -37,6 +39,8 @@ class Choice:
     method: str | None
     score: str | None = None
     net: str | None = None
+    strategy: str | None = None
+    certificate: Certificate | None = None
 
 
 def own_net_of(run: Run, function: str | None) -> MultiExitNet:
@@ -58,20 +62,22 @@ def classifier_of(run: Run, choice: Choice) -> Classifier:
     method = method_named(choice.method or OURS)
     last = run.policy()
     trace = run.trace()
-    budget, score = choice.budget, choice.score
+    budget, score, strategy, certificate = choice.budget, choice.score, choice.strategy, choice.certificate
     if budget is None and last is not None and last.budget is not None:
-        budget, score = f"{last.budget!r}{'ms' if last.unit == 'ms' else ''}", score or last.score
+        budget = f"{last.budget!r}{'ms' if last.unit == 'ms' else ''}"
+        score, certificate = score or last.score, certificate or certificate_of(last.guarantee)
+        strategy = strategy or last.strategy
     elif budget is None:
         budget = "50%"
         print("exitwise: no --budget and none evaluated yet: half of the full cost", file=sys.stderr)
-    score = score or "confidence"
-    if score == "variance" and not method.has_variance:
+    request = Request(strategy or "auto", score or "confidence", certificate=certificate)
+    if request.score == "variance" and not method.has_variance:
         raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     costs = costs_for(budget, run, trace)
     asked = parse_budget(budget, costs)
-    check_request(costs, asked, "geometric", score)
-    calibration = calibration_of(run, Tuner(trace), method)
-    policy = fit_policy(calibration.predict(trace.val), costs=costs, budget=asked, score=score)
+    check_request(costs, asked, request.strategy, request.score)
+    made = tuned(run, Tuner(trace), method, certificate)
+    calibration, policy = made.calibration, made.policy(costs, asked, request)
     net = own_net_of(run, choice.net)
     return Classifier(net, calibration, policy, classes=trace.classes, preprocessing=preprocessing_of(run))
 
@@ -155,7 +161,7 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
         if not trial.budgets and budget < known.values[0]:
             notes.append(f"A budget of {text} is left out: the first exit alone costs more.")
             continue
-        policy = fit_policy(val, costs=known, budget=budget)
+        policy = fit_policy(val, costs=known, budget=budget, strategy="geometric")  # which spends it all
         policies[text] = benching.with_shares(policy, preds, benching.exit_shares(policy, val))
     made = benching.contenders(net, calibration, shape, backends, torch.get_num_threads())
     found = benching.measure(made, policies, images, trace.costs.values, batch_sizes, trial.repeats, progress)

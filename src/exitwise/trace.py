@@ -1,7 +1,7 @@
 """The trace: what is left of a net and its data once the net has run, and all that calibration needs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from re import search
 from typing import Any
@@ -13,6 +13,7 @@ from exitwise import tensorfiles
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Curvature
+from exitwise.seeds import generator_of
 
 FORMAT, VERSION = "exitwise.trace", 1
 
@@ -30,6 +31,11 @@ class Split:
 
     def __repr__(self) -> str:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
+
+    def take(self, samples: Tensor) -> "Split":
+        """Some of the samples, by their positions."""
+        index = None if self.index is None else self.index[samples]
+        return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +84,16 @@ class Trace:
         test = f", {len(self.test)} test" if self.test else ""
         name = self.model.get("preset", "own net") if self.model else "own net"
         return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
+
+    def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:
+        """The trace with fewer validation samples, and those, a share of all: for a certificate, which takes samples
+        that neither temperature, prior nor thresholds have seen."""
+        held = round(len(self.val) * share) if 0 < share < 1 else 0
+        if not 0 < held < len(self.val):
+            raise InputError(f"`share` must leave and take some of {len(self.val)} samples, but got {share!r}")
+        order = torch.randperm(len(self.val), generator=generator_of(seed))
+        hold, rest = order[:held].sort().values, order[held:].sort().values
+        return replace(self, val=self.val.take(rest)), self.val.take(hold)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write everything to one safetensors file; features as float32, or as float16 to halve it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from exitwise import models, tensorfiles
 from exitwise.calibration import Calibration
 from exitwise.checkpoint import check_fit
+from exitwise.controller import BudgetController
 from exitwise.cost import macs
 from exitwise.costs import Costs
 from exitwise.errors import InputError
@@ -84,15 +85,21 @@ class Classifier(nn.Module):
         return Prediction(probs, predicted, exits, costs, self.policy.unit)
 
     def stream(
-        self, images: Iterable[Any], batch_size: int = 64, window: int | None = None, pooled: bool = True
+        self,
+        images: Iterable[Any],
+        batch_size: int = 64,
+        window: int | None = None,
+        pooled: bool = True,
+        controller: BudgetController | None = None,
     ) -> Iterator[Answer]:
         """Answers for single images, in their order, from any iterable; deep stages run on full batches.
 
         Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together. Answers fall at
         most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
-        becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end.
+        becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end. A
+        `controller` keeps the stream at its budget, batch by batch and without pooling.
         """
-        return engine.stream(self.backend(), self.policy, images, batch_size, window, pooled)
+        return engine.stream(self.backend(), self.policy, images, batch_size, window, pooled, controller)
 
     def backend(self) -> TorchBackend:
         """What runs its stages, for one call."""

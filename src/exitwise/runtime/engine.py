@@ -4,12 +4,13 @@ What computes is a backend: torch (`torch_backend.py`) or onnxruntime (`onnx.py`
 calibrated exit on a state, and how to take some samples of a state or join states; the state itself is its own affair.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from exitwise.controller import BudgetController
 from exitwise.errors import InputError
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction
@@ -273,6 +274,7 @@ def stream(
     batch_size: int = 64,
     window: int | None = None,
     pooled: bool = True,
+    controller: BudgetController | None = None,
 ) -> Iterator[Answer]:
     """Answers in the order of the images, which are taken one by one and run `batch_size` at a time.
 
@@ -280,16 +282,48 @@ def stream(
     run on full batches even when few samples come that far. Answers fall at most `window` images behind, which bounds
     the memory as well. An image that is an `InputError` (of whoever tried to read it), that is of the wrong kind or
     that the net cannot make sense of becomes an answer with that error. `pooled=False` runs every batch to its end.
+    With a `controller` its policy takes the place of `policy`, batch by batch, and every batch runs to its end: what
+    waits in a pool could not tell it what it costs.
     """
     for name, value in (("batch_size", batch_size), ("window", 1 if window is None else window)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"`{name}` must be a whole number of at least 1, but got {value!r}")
-    return _stream(backend, policy, images, batch_size, window or _WINDOW * max(batch_size, _FULL), pooled)
+    window = window or _WINDOW * max(batch_size, _FULL)
+    if controller is None:
+        return _stream(backend, lambda: policy, images, batch_size, window, pooled)
+    own = controller.fitted
+    if len(own.thresholds) != len(policy.thresholds) or own.score != policy.score or own.unit != policy.unit:
+        raise InputError(
+            f"`controller` must steer a policy of {len(policy.thresholds)} exits on {policy.score} in {policy.unit}, "
+            f"as here, but its own has {len(own.thresholds)} on {own.score} in {own.unit}"
+        )
+    answers = _stream(backend, lambda: controller.policy, images, batch_size, window, pooled=False)
+    return _telling(controller, answers, batch_size)
+
+
+def _telling(controller: BudgetController, answers: Iterator[Answer], batch_size: int) -> Iterator[Answer]:
+    """The answers, of which a controller hears batch by batch."""
+    heard: list[Answer] = []
+
+    def tell() -> None:
+        exits = [answer.exit for answer in heard]
+        known = controller.fitted.score == "confidence"
+        controller.update(exits, [answer.confidence for answer in heard] if known else None)
+        heard.clear()
+
+    for answer in answers:
+        if answer.error is None:
+            heard.append(answer)
+        if len(heard) == batch_size:
+            tell()
+        yield answer
+    if heard:
+        tell()
 
 
 def _stream(
     backend: Backend[State],
-    policy: Policy,
+    policy: Callable[[], Policy],
     images: Iterable[Any],
     batch_size: int,
     window: int,
@@ -304,7 +338,7 @@ def _stream(
     def run(exit: int) -> None:
         """A batch of those who wait for an exit."""
         state, samples = pools[exit].take(backend, full)
-        state, samples, left = step(backend, policy, exit, state, samples)
+        state, samples, left = step(backend, policy(), exit, state, samples)
         for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
             said = {"error": _broken(exit)} if broken else {"probs": probs}
             answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **said))

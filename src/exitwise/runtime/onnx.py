@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from exitwise.controller import BudgetController
 from exitwise.errors import InputError
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction
@@ -72,10 +73,15 @@ class Session:
         return Prediction(*engine.classify(OnnxBackend(self), self.policy, images), self.policy.unit)
 
     def stream(
-        self, images: Iterable[Any], batch_size: int = 64, window: int | None = None, pooled: bool = True
+        self,
+        images: Iterable[Any],
+        batch_size: int = 64,
+        window: int | None = None,
+        pooled: bool = True,
+        controller: BudgetController | None = None,
     ) -> Iterator[Answer]:
         """Answers for single images, in their order, from any iterable; see `Classifier.stream`."""
-        return engine.stream(OnnxBackend(self), self.policy, images, batch_size, window, pooled)
+        return engine.stream(OnnxBackend(self), self.policy, images, batch_size, window, pooled, controller)
 
     def __repr__(self) -> str:
         return f"Session({len(self._sessions)} exits, {self.manifest.num_classes} classes, {self.manifest.method!r})"

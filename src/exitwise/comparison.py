@@ -1,0 +1,213 @@
+"""Every strategy beside the paper's public rule, on test data that nothing was fitted on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exitwise import policy_commands
+from exitwise.bootstrap import Bootstrap, interval
+from exitwise.certificates import Certificate
+from exitwise.costs import Costs
+from exitwise.errors import InputError
+from exitwise.evaluation import Outcomes
+from exitwise.fitting import Fitter, check_request
+from exitwise.methods import NEEDS_DRAWS, Method
+from exitwise.metrics import BINS
+from exitwise.policy import Policy, sweep
+from exitwise.predictions import Array, Predictions
+from exitwise.results import Result
+from exitwise.run import Run
+from exitwise.scores import scores
+from exitwise.trace import Trace
+from exitwise.tune import Tuner
+
+PUBLIC, CERTIFIED = "public", "certified"
+STRATEGIES = ("geometric", "optimized", "label_free", "auto")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PolicyRow(Result):
+    """One policy: what was asked, what it costs on validation and test data, and what it gets on test data.
+
+    `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the accuracy beyond
+    that of the public rule at the same test cost, between its two nearest policies; None for that rule itself.
+    """
+
+    method: str
+    score: str
+    strategy: str
+    chosen: str | None
+    budget: float
+    val_cost: float
+    test_cost: float
+    top1: float
+    nlpd: float
+    ece: float
+    gain: float | None
+    gap: float | None
+    intervals: dict[str, tuple[float, float]]
+    exit_shares: tuple[float, ...]
+    thresholds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class PolicyTable(Result):
+    """Rows by method, score and budget."""
+
+    rows: tuple[PolicyRow, ...]
+    unit: str
+    full_cost: float
+    objective: str
+    certify: float | None
+    repeats: int
+    samples: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[PolicyRow]:
+        return iter(self.rows)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [record for row in self.rows for record in row._records()]
+
+
+def budgets(costs: Costs, number: int) -> list[float]:
+    """Spread over the whole range, its ends left out: there every strategy is the same."""
+    low, high = costs.values[0], costs.values[-1]
+    return [float(value) for value in np.linspace(low, high, number + 2)[1:-1]] if high > low else [high]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be compared."""
+
+    budgets: tuple[float, ...]
+    methods: tuple[Method, ...]
+    scores: tuple[str, ...] = ("confidence",)
+    objective: str = "accuracy"
+    certify: float | None = 0.05
+    repeats: int = 1000
+
+    def run(self, run: Run, trace: Trace, costs: Costs, progress: Progress = lambda done, total: None) -> PolicyTable:
+        """Calibrate and fit on the validation split (certified rows: on half of it), measure on the test split."""
+        if trace.test is None:
+            raise InputError(f"the trace of {run.directory} has no test split to compare on")
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
+            raise InputError(f"`repeats` must be a whole number of at least 1, but got {self.repeats!r}")
+        for budget in self.budgets:
+            for score in self.scores:
+                check_request(costs, budget, "auto", score, self.objective)
+        certificate = None if self.certify is None else Certificate(self.certify)
+        pairs = [(method, score) for method in self.methods for score in self.scores]
+        if any(score == "variance" and not method.has_variance for method, score in pairs):
+            if len(self.scores) == 1:
+                raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
+            pairs = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
+        tuner, bootstrap = Tuner(trace), Bootstrap(len(trace.test), self.repeats)
+        rows: list[PolicyRow] = []
+        notes: list[str] = []
+        samples: dict[str, Any] = {}
+        for number, (method, score) in enumerate(pairs):
+            progress(number, len(pairs))
+            made = policy_commands.tuned(run, tuner, method, None)
+            sure = None if certificate is None else policy_commands.tuned(run, tuner, method, certificate)
+            val, test = made.calibration.predict(trace.val), made.calibration.predict(trace.test)
+            sure_test = None if sure is None else sure.calibration.predict(trace.test)
+            fitter = Fitter(val, trace.val.labels, costs, score=score, objective=self.objective)
+            judge = _Judge(test, trace.test.labels.numpy(), sweep(val, costs=costs, score=score), costs, bootstrap)
+            request = policy_commands.Request("auto", score, self.objective, certificate)
+            for budget in self.budgets:
+                public = judge.public_for(budget)
+                if public is None:
+                    notes.append(f"{method.name}: the public rule has no policy for {budget:.6g} {costs.unit} or less.")
+                else:
+                    rows.append(judge.row(method.name, PUBLIC, public, budget))
+                rows += [judge.row(method.name, name, fitter.fit(budget, name), budget) for name in STRATEGIES]
+                if sure is not None:
+                    certified = sure.policy(costs, budget, request)
+                    rows.append(judge.row(method.name, CERTIFIED, certified, budget, sure_test))
+                    samples = sure.samples
+        progress(len(pairs), len(pairs))
+        samples = {
+            "all but certified": {"split": "val", "samples": len(trace.val)},
+            **({"certified": samples} if samples else {}),
+            **policy_commands.tested_on(trace),
+        }
+        return PolicyTable(
+            rows=tuple(rows),
+            unit=costs.unit,
+            full_cost=costs.values[-1],
+            objective=self.objective,
+            certify=self.certify,
+            repeats=self.repeats,
+            samples=samples,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+
+class _Judge:
+    """What policies do on the test samples of one method, beside the public rule's."""
+
+    def __init__(
+        self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap
+    ) -> None:
+        self._preds, self._labels, self._public = preds, labels, public
+        self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
+        self._outcomes = Outcomes.of(preds, labels)
+        self._all = np.arange(len(labels))
+        table = scores(preds, public[0].score)
+        exits = [policy.exits_by(table) for policy in public]
+        order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
+        self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])
+        self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
+
+    def public_for(self, budget: float) -> Policy | None:
+        """The dearest of the public rule's policies that kept to the budget on validation data, if any did."""
+        within = [policy for policy in self._public if policy.cost is not None and policy.cost <= budget]
+        return max(within, key=lambda policy: policy.cost or 0.0) if within else None
+
+    def row(
+        self, method: str, strategy: str, policy: Policy, budget: float, preds: Predictions | None = None
+    ) -> PolicyRow:
+        """A policy's row; with `preds` of another calibration, what it is about."""
+        outcomes = self._outcomes if preds is None else Outcomes.of(preds, self._labels)
+        exits = policy.exits(self._preds if preds is None else preds)
+        at = (exits, self._all)
+        right = (outcomes.rank[at] == 0).astype(np.float64)
+        confidence = outcomes.confidence[at].astype(np.float64)
+        cost = self._costs[exits]
+        gain = right - self._public_at(float(cost.mean()))
+        bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+        gaps = np.zeros((len(right), BINS))
+        gaps[self._all, bins] = confidence - right
+        drawn = self._bootstrap.means(np.column_stack([cost, right, -outcomes.log_true[at], gain, gaps]))
+        means = {"cost": cost.mean(), "top1": right.mean(), "nlpd": -outcomes.log_true[at].mean(dtype=np.float64)}
+        intervals = {name: interval(drawn[:, i]) for i, name in enumerate((*means, "gain"))}
+        intervals["ece"] = interval(np.abs(drawn[:, 4:]).sum(axis=1))
+        return PolicyRow(
+            method=method,
+            score=policy.score,
+            strategy=strategy,
+            chosen=policy.fit.chosen if policy.fit else None,
+            budget=budget,
+            val_cost=float(policy.cost or 0.0),
+            test_cost=float(means["cost"]),
+            top1=float(means["top1"]),
+            nlpd=float(means["nlpd"]),
+            ece=float(np.abs(gaps.mean(axis=0)).sum()),
+            gain=None if strategy == PUBLIC else float(gain.mean()),
+            gap=policy.fit.gap if policy.fit else None,
+            intervals=intervals,
+            exit_shares=tuple((np.bincount(exits, minlength=len(self._costs)) / len(exits)).tolist()),
+            thresholds=policy.thresholds,
+        )
+
+    def _public_at(self, cost: float) -> Array:
+        """(n,) how often the public rule is right on each sample at a cost, by chance between its nearest policies."""
+        above = int(np.searchsorted(self._public_costs, cost).clip(1, len(self._public_costs) - 1))
+        low, high = self._public_costs[above - 1], self._public_costs[above]
+        share = float(np.clip((cost - low) / (high - low), 0, 1)) if high > low else 1.0
+        below = self._public_right[above - 1]
+        return np.asarray((1 - share) * below + share * self._public_right[above])

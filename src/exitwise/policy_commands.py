@@ -1,0 +1,118 @@
+"""What the commands do to turn a budget into a policy, with or without a guarantee."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from exitwise.calibration import Calibration
+from exitwise.certificates import Certificate, Guarantee
+from exitwise.commands import calibration_of
+from exitwise.costs import Costs
+from exitwise.fitting import fit_policy
+from exitwise.methods import SAMPLES, Method
+from exitwise.policy import Policy
+from exitwise.predictions import Predictions
+from exitwise.run import Run
+from exitwise.trace import Split, Trace
+from exitwise.tune import Tuner
+
+
+@dataclass(frozen=True)
+class Request:
+    """How thresholds are to be made."""
+
+    strategy: str = "auto"
+    score: str = "confidence"
+    objective: str = "accuracy"
+    certificate: Certificate | None = None
+
+    def for_baseline(self, method: Method) -> "Request":
+        """The same for a net to compare with, as far as it can follow: vanilla has no draws and certifies no loss."""
+        certificate = self.certificate
+        if certificate is not None and certificate.risk is not None:
+            known = certificate.budget_delta
+            certificate = None if known is None else Certificate(known, hold=certificate.hold, seed=certificate.seed)
+        score = "confidence" if self.score == "variance" and not method.has_variance else self.score
+        return replace(self, score=score, certificate=certificate)
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """A calibration, the samples that it was tuned on and that thresholds may see, and those that nothing may see."""
+
+    calibration: Calibration
+    val: Split
+    hold: Split | None
+
+    @cached_property
+    def _preds(self) -> Predictions:
+        return self.calibration.predict(self.val)
+
+    @cached_property
+    def _held(self) -> Predictions | None:
+        return None if self.hold is None else self.calibration.predict(self.hold)
+
+    def policy(self, costs: Costs, budget: float, request: Request) -> Policy:
+        """Thresholds for a budget, certified if that is asked for."""
+        policy = fit_policy(
+            self._preds,
+            self.val.labels,
+            costs,
+            budget=budget,
+            strategy=request.strategy,
+            score=request.score,
+            objective=request.objective,
+            certify=request.certificate,
+            hold=self._held,
+            hold_labels=None if self.hold is None else self.hold.labels,
+        )
+        if request.certificate is None or policy.guarantee is None:
+            return policy
+        return replace(policy, guarantee=replace(policy.guarantee, seed=request.certificate.seed))
+
+    @property
+    def samples(self) -> dict[str, Any]:
+        """Which samples did what, by positions in the data set where they are known."""
+        parts = {"calibrated_and_fitted_on": self.val, "certified_on": self.hold}
+        return {
+            name: {"split": "val", "samples": len(part), "index": None if part.index is None else part.index.tolist()}
+            for name, part in parts.items()
+            if part is not None
+        }
+
+
+def tuned(run: Run, tuner: Tuner, method: Method, certificate: Certificate | None) -> Tuned:
+    """Calibrate a run on its validation split or, for a certificate, on the part of it that is not held out."""
+    if certificate is None:
+        return Tuned(calibration_of(run, tuner, method), tuner.trace.val, None)
+    rest, hold = tuner.trace.hold_out(certificate.hold, certificate.seed)
+    return Tuned(_tuner_like(run.calibration(method), rest).calibrate(method), rest.val, hold)
+
+
+def _tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
+    """With the settings of a calibration that the run has, on other samples."""
+    if known is None:
+        return Tuner(trace)
+    settings = known.settings
+    draws = known.draws if settings.get("seed") is None else None
+    return Tuner(
+        trace,
+        samples=settings.get("samples", SAMPLES),
+        seed=settings.get("seed") or 0,
+        mode=known.mode,
+        draws=draws,
+        search=settings.get("search", "grid"),
+    )
+
+
+def certificate_of(guarantee: Guarantee | None) -> Certificate | None:
+    """What was asked for, to ask for it again."""
+    if guarantee is None:
+        return None
+    share = guarantee.hold / (guarantee.hold + guarantee.tune)
+    deltas = (guarantee.budget_delta, guarantee.risk_delta)
+    return Certificate(deltas[0], guarantee.risk, guarantee.epsilon, deltas[1], share, guarantee.seed or 0)
+
+
+def tested_on(trace: Trace) -> dict[str, Any]:
+    return {"tested_on": {"split": "test", "samples": 0 if trace.test is None else len(trace.test)}}
