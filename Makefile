@@ -25,6 +25,7 @@ benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/policies.py
 
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
 experiments: .venv/dev.ready

@@ -9,6 +9,7 @@ and a second call goes on from there. Results and the figure go to experiments/d
 """
 
 import argparse
+import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -522,9 +523,52 @@ def main(root: Path, out: Path, place: Path = HERE / "drift") -> None:
     figure(runs, place / "stream.svg")
 
 
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Markdown, by name; for docs/policies.md."""
+    stream = [
+        "| | severity | cost, fixed | with controller | batches until settled | top-1, fixed | with controller |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for corruption, models in results["stream"].items():
+        for model, found in models.items():
+            for place, row in enumerate(found["severities"]):
+                fixed, held = row["fixed"], row["controlled"]
+                settled = held.get("batches_to_settle")
+                when = f"{settled['median']:g}, at most {settled['longest']:g}" if settled else ""
+                name = row["severity"] or ("clean again" if place else "clean")
+                cells = (
+                    f"{name}",
+                    f"{100 * fixed['cost']:.1f} %",
+                    f"{100 * held['cost']:.1f} %",
+                    when,
+                    f"{100 * fixed['top1']:.1f}",
+                    f"{100 * held['top1']:.1f}",
+                )
+                stream.append(f"| {'' if place else f'{corruption}, {model}'} | {' | '.join(cells)} |")
+    attack = [
+        "| | pictures | cost, fixed | inflation | with controller | top-1, fixed | with controller |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in METHODS:
+        for number, (kind, row) in enumerate(results["attack"][model].items()):
+            fixed, held = row["fixed"], row["controlled"]
+            cells = (
+                kind,
+                f"{100 * fixed['cost']:.1f} %",
+                f"{fixed['inflation']:.2f}x",
+                f"{100 * held['cost']:.1f} %",
+                f"{100 * fixed['top1']:.1f}",
+                f"{100 * held['top1']:.1f}",
+            )
+            attack.append(f"| {'' if number else model} | {' | '.join(cells)} |")
+    return {"stream": "\n".join(stream), "attack": "\n".join(attack)}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, metavar="CIFAR100_DIR", help="holds cifar-100-binary/ or its archive")
     parser.add_argument("--out", type=Path, default=Path("runs/drift"), help="where features are kept")
     arguments = parser.parse_args()
     main(arguments.root, arguments.out)
+    for table in tables(json.loads((HERE / "drift" / "results.json").read_text())).values():
+        print(table, end="\n\n")

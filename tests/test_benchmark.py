@@ -49,3 +49,9 @@ def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
     assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
     # Measured at three and more: that it is faster at all is safe to say on any machine.
     assert found["batch 1, full calibrated net: torch eager / ONNX"] > 1
+
+
+def test_the_policies_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("policies.py", tmp_path)["measured"][0]
+    assert set(found["median ratio to the forward pass"]) == {"geometric", "optimized", "label_free", "auto"}
+    assert (found["exits"], found["samples"], found["budgets"]) == (8, 300, 4)

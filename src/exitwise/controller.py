@@ -53,7 +53,7 @@ class BudgetController:
     where need be, never dearer. `Classifier.stream` does all this by itself if it is given a controller.
     """
 
-    def __init__(self, policy: Policy, budget: float | None = None, *, horizon: int = 1280, step: float = 0.5) -> None:
+    def __init__(self, policy: Policy, budget: float | None = None, *, horizon: int = 640, step: float = 0.5) -> None:
         if not isinstance(policy, Policy):
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.costs is None:
