@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test lint types tests benchmark experiments clean
+.PHONY: demo test lint types tests benchmark experiments policies clean
 
 demo: .venv/core.ready
 	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
@@ -20,7 +20,7 @@ types: .venv/dev.ready
 tests: .venv/dev.ready
 	$(BIN)/pytest
 
-# Alone on the machine: about forty minutes.
+# Alone on the machine: about fifty minutes.
 benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py
@@ -30,6 +30,13 @@ benchmark: .venv/dev.ready
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
 experiments: .venv/dev.ready
 	nice -n 19 $(BIN)/python experiments/cifar100.py $(CIFAR100) runs/experiments
+
+# About an hour: make policies CIFAR100=DIR
+policies: .venv/dev.ready
+	nice -n 19 $(BIN)/python experiments/policies.py
+	nice -n 19 $(BIN)/python experiments/certificates.py
+	nice -n 19 $(BIN)/python experiments/drift.py $(CIFAR100)
+	$(BIN)/python experiments/tables.py
 
 .venv/core.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

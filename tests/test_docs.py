@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +157,70 @@ def test_the_commands_that_deploy_a_net_in_the_readme(
         refused = exitwise("predict", "bundle", "photos", *option)
         assert refused.status == 2
         assert "thresholds of its own" in refused.err
+
+
+def test_the_page_on_budgets_has_the_tables_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    import tables
+
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert tables.filled(page) == page
+    assert len(re.findall(r"<!-- \w+ -->\n\| ", page)) == 8
+
+
+def test_the_claims_on_budgets_are_those_of_the_committed_results() -> None:
+    results = {
+        name: json.loads((ROOT / "experiments" / name / "results.json").read_text())
+        for name in ("policies", "certificates", "drift")
+    }
+    for found in results["certificates"]["whole"].values():
+        assert found["plain on all"]["broken"] > 0.4 * found["plain on all"]["draws"]
+        assert found["certified"]["broken"] < 0.01 * found["certified"]["draws"]
+    rows = [*results["certificates"]["hold"].values(), *results["certificates"]["synthetic"].values()]
+    assert all(row["draws"] >= 1000 and row["broken"] <= 0.05 * row["draws"] for row in rows)
+    overruns = [
+        model["worst_overrun"]["fixed"]["mean"]
+        for models in results["drift"]["stream"].values()
+        for model in models.values()
+    ]
+    assert f"overran by up to {100 * max(overruns):.0f} %" in README
+    settled = [
+        row["controlled"]["batches_to_settle"]
+        for models in results["drift"]["stream"].values()
+        for model in models.values()
+        for row in model["severities"][1:]
+    ]
+    assert all(each["share_settled"] == 1 and each["longest"] <= 40 for each in settled)
+    for method in ("MSDNet (vanilla)", "MIE Laplace T_opt sigma_opt"):
+        assert results["policies"]["methods"][method]["auto"]["worse"] == 0
+
+
+def test_python_on_the_page_on_budgets_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "policies.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "policies.md", "exec"), names)
+    assert "BudgetController(budget 2e+07 MACs" in capsys.readouterr().out
+    assert len(names["answers"]) == 128
+    assert names["policy"].guarantee.budget == 2.0e7
+
+
+def test_the_commands_on_budgets_in_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exitwise("demo", "--out", "runs/demo").status == 0
+    shown = README.split("<!-- budgets -->")[1].split("\n\n")[0]
+    commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
+    assert [words[0] for words in commands] == ["evaluate", "evaluate", "policies"]
+    for words in commands:
+        done = exitwise(*words)
+        assert done.status == 0, done.err
+    assert "vs public" in done.out
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
