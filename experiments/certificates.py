@@ -14,8 +14,6 @@ Results go to experiments/certificates/results.json. Minutes; no data set is nee
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import numpy as np
 import scipy.stats
 import torch
 from numpy.typing import NDArray
+from results import machine, rounded
 
 import exitwise as ew
 from exitwise.certifying import Row, Seen, cheaper
@@ -196,16 +195,6 @@ def synthetic(population: Synthetic, samples: int, risk: str | None, draws: int)
         wrong, spent = true_losses[numbers] > epsilon + 1e-12, true_losses[numbers] / epsilon
         return tally(wrong, spent, draws, {"epsilon": epsilon})
     return tally(true_costs[numbers] > budget * (1 + 1e-12), true_costs[numbers] / budget, draws, {"budget": budget})
-
-
-def machine() -> dict[str, Any]:
-    return {"cpu": platform.machine(), "cores": os.cpu_count(), "numpy": np.__version__}
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def main(draws: int, place: Path = HERE / "certificates") -> dict[str, Any]:

@@ -10,8 +10,6 @@ and a second call goes on from there. Results and the figure go to experiments/d
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,21 @@ import numpy as np
 import torch
 from corruptions import CORRUPTIONS, STRENGTHS
 from numpy.typing import NDArray
-from torch import Generator, Tensor
+from results import machine, rounded
+from slowdown import (
+    CHUNK,
+    EPSILON,
+    HOT,
+    STEP,
+    STEPS,
+    LogConfidences,
+    attacked_features,
+    check_white_box,
+    hot_log_confidences,
+    log_confidences,
+    white_box,
+)
+from torch import Tensor
 
 import exitwise as ew
 from exitwise import tensorfiles
@@ -32,7 +44,6 @@ from exitwise.data import cifar
 from exitwise.data.batches import Normalize
 from exitwise.data.images import ImageSet
 from exitwise.files import write_json
-from exitwise.runtime.exits import RuntimeExit, runtime_exits
 from exitwise.scores import scores
 from exitwise.seeds import generator_for
 
@@ -50,15 +61,9 @@ STREAMS = 20  # with other samples each: one stream alone is noisy
 WINDOW, BAND = 20, 0.02  # settled: the mean over so many batches stays so close to the budget
 
 # Part B
-EPSILON, STEP, STEPS = 8 / 255, 2 / 255, 20
 ATTACKED, ATTACK_BATCH, ROUNDS = 500, 50, 20
-CHUNK = 125  # pictures attacked at a time
-# Through plain logits at this temperature the same steps get further down on what each model itself says. Without that
-# attack, one that merely stops half-way would look like a net that resists it.
-HOT = 4.0
 
 Array = NDArray[Any]
-LogConfidences = Callable[[Tensor], Tensor]  # images (n, channels, height, width) in 0..1 -> (K, n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,66 +305,6 @@ def figure(runs: Mapping[str, Mapping[str, Mapping[str, Array]]], path: Path) ->
 # Part B: slowing down
 
 
-def white_box(calibration: ew.Calibration) -> list[RuntimeExit]:
-    """Exits through which gradients flow: those that go into ONNX graphs, which change nothing in place."""
-    exits = runtime_exits(calibration, variance=False)
-    for exit in exits:
-        exit.branchless = True
-    return exits
-
-
-def predictive(exits: Sequence[RuntimeExit], features: Iterable[Tensor]) -> Tensor:
-    """(K, n, c) probabilities."""
-    rows, memory = [], None
-    for exit, x in zip(exits, features, strict=True):
-        probs, _, memory = exit(x, memory)
-        rows.append(probs)
-    return torch.stack(rows)
-
-
-def log_confidences(net: ew.MultiExitNet, exits: Sequence[RuntimeExit], normalize: Normalize) -> LogConfidences:
-    return lambda images: predictive(exits, net.features(normalize(255 * images))).amax(dim=2).log()
-
-
-def slow_down(
-    log_confidences: LogConfidences,
-    images: Tensor,
-    generator: Generator,
-    epsilon: float = EPSILON,
-    step: float = STEP,
-    steps: int = STEPS,
-) -> Tensor:
-    """Images (n, channels, height, width) in 0..1, each value moved by at most epsilon so that no exit is sure of them.
-
-    Projected gradient from a random start, down the sum over exits of the log of the largest probability.
-    """
-    low, high = (images - epsilon).clamp(min=0), (images + epsilon).clamp(max=1)
-    moved = images + epsilon * (2 * torch.rand(images.shape, generator=generator) - 1)
-    moved = moved.clamp(low, high)
-    for _ in range(steps):
-        moved.requires_grad_()
-        (gradient,) = torch.autograd.grad(log_confidences(moved).sum(), moved)
-        moved = (moved.detach() - step * gradient.sign()).clamp(low, high)
-    return moved
-
-
-def hot_log_confidences(net: ew.MultiExitNet, normalize: Normalize) -> LogConfidences:
-    """Those of the net's own logits at the temperature HOT, calibrated in no way."""
-    return lambda images: (torch.stack(net(normalize(255 * images))) / HOT).log_softmax(dim=2).amax(dim=2)
-
-
-def attacked_features(
-    net: ew.MultiExitNet, pictures: ImageSet, victim: LogConfidences, generator: Generator
-) -> list[Tensor]:
-    normalize, parts = Normalize(pictures), []
-    for pixels in pictures.pixels.split(CHUNK):
-        images = (pixels / 255).contiguous(memory_format=torch.channels_last)
-        moved = slow_down(victim, images, generator)
-        with torch.no_grad():
-            parts.append(net.features(normalize(255 * moved)))
-    return [torch.cat(rows) for rows in zip(*parts, strict=True)]
-
-
 def attacks_on(
     net: ew.MultiExitNet, pictures: ImageSet, models: Mapping[str, Model], sources: Mapping[str, Any], out: Path
 ) -> dict[str, list[Tensor]]:
@@ -378,17 +323,6 @@ def attacks_on(
         path = out / f"attack-{name.replace(' ', '-')}.safetensors"
         found[f"attack on {name}"] = kept(path, {**made_from, **tuned}, make)
     return found
-
-
-def check_white_box(calibration: ew.Calibration, features: Sequence[Tensor]) -> float:
-    """How far what is attacked lies from what is used; an attack on something else would prove nothing."""
-    with torch.no_grad():
-        distance = float(
-            (predictive(white_box(calibration), features) - calibration.predict(features).probs).abs().max()
-        )
-    if distance > 1e-5:
-        raise RuntimeError(f"the attacked predictive is {distance:.1e} off the calibrated one")
-    return distance
 
 
 def under_attack(model: Model, said: Said) -> dict[str, Any]:
@@ -420,14 +354,6 @@ def with_inflation(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 # All of it
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def settings(models: Mapping[str, Model]) -> dict[str, Any]:
     return {
         "net": "the one that ships with the package, cifar100-msdnet-small",
@@ -456,15 +382,6 @@ def settings(models: Mapping[str, Model]) -> dict[str, Any]:
             "batch_size": ATTACK_BATCH,
             "rounds": f"{ROUNDS}, each in another order; figures with the controller are of the second half",
         },
-    }
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpu": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from certificates import machine, rounded
+from results import machine, rounded
 
 import exitwise as ew
 from exitwise import zoo
