@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    settings = [(1, 1, 300, 64, 4)] if arguments.small else [(threads, 5, 10_000, 1024, 100) for threads in (1, 2)]
+    settings = [(1, 1, 300, 64, 4)] if arguments.small else [(threads, 3, 10_000, 512, 100) for threads in (1, 2)]
     results = {"command": "make benchmark", "machine": machine(), "measured": [measure(*each) for each in settings]}
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -44,7 +44,7 @@ def summary(rows: Iterable[PolicyRow]) -> dict[str, Any]:
     """Of one strategy's rows over all budgets."""
     found = list(rows)
     gains = [row.gain for row in found if row.gain is not None]
-    ends = [row.intervals["gain"] for row in found]
+    ends = [row.intervals["gain"] for row in found if row.gain is not None]
     over = [row.test_cost / row.budget - 1 for row in found]
     return {
         "budgets": len(found),
@@ -55,11 +55,11 @@ def summary(rows: Iterable[PolicyRow]) -> dict[str, Any]:
         "top1": float(np.mean([row.top1 for row in found])),
         "nlpd": float(np.mean([row.nlpd for row in found])),
         "ece": float(np.mean([row.ece for row in found])),
+        "compared": len(gains),
         "gain": float(np.mean(gains)) if gains else None,
         "gain_range": [min(gains), max(gains)] if gains else None,
         "better": int(sum(low > 0 for low, _ in ends)) if gains else None,
         "worse": int(sum(high < 0 for _, high in ends)) if gains else None,
-        "gap": float(np.mean([row.gap for row in found if row.gap is not None])) if gains else None,
     }
 
 
@@ -109,7 +109,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         for name, row in results["methods"][method].items():
             gain = "" if row["gain"] is None else f"{100 * row['gain']:+.2f}"
             spread = "" if row["gain"] is None else "{:+.2f} to {:+.2f}".format(*(100 * g for g in row["gain_range"]))
-            counts = "" if row["gain"] is None else f"{row['better']} / {row['worse']}"
+            counts = "" if row["gain"] is None else f"{row['better']} / {row['worse']} of {row['compared']}"
             cells = [
                 f"{100 * row['val_cost']:.1f} %",
                 f"{100 * row['test_cost']:.1f} %",

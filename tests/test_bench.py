@@ -67,7 +67,7 @@ def test_the_figures_follow_from_each_other(measured: Any) -> None:
 def test_budgets_in_milliseconds(run: Path, measured: Any, exitwise: Command) -> None:
     values = measured["costs"]["values"]
     budget = (values[0] + values[-1]) / 2
-    done = exitwise("evaluate", run, "--budget", f"{budget}ms", "--json")
+    done = exitwise("evaluate", run, "--budget", f"{budget}ms", "--strategy", "geometric", "--json")
     assert done.status == 0, done.err
     assert done.json["unit"] == "ms"
     policy = done.json["methods"]["MIE Laplace T_opt sigma_opt"]["policy"]

@@ -217,7 +217,7 @@ class TestCertified:
         tuned = ew.fit_policy(probs[:, rest], labels[rest], [1, 3, 9], budget=4, strategy="optimized")
         policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=4, strategy="optimized", certify=ew.Certificate())
         ratios = {
-            round((1 - mine) / (1 - its), 9)
+            round((1 - mine) / (1 - its), 5)
             for mine, its in zip(policy.thresholds, tuned.thresholds, strict=True)
             if abs(its) != inf
         }
@@ -271,6 +271,50 @@ class TestCertified:
         assert set(policy.exits(probs)) == {0}
         assert policy.guarantee is not None
         assert policy.guarantee.cost_limit == 1
+
+    @pytest.mark.parametrize("score", ["patience", "confidence"])
+    def test_ties_can_be_certified_in_part(self, score: str) -> None:
+        """Whole numbers, or confidences that are all one: cheaper policies part them by their hash as well."""
+        probs, labels = population(0, 4000)
+        if score == "confidence":
+            probs = np.where(probs == probs.max(axis=2, keepdims=True), 1.0, probs * 1e-9).astype(np.float32)
+        policy = ew.fit_policy(
+            probs, labels, [1, 3, 9], budget=4, score=score, strategy="geometric", certify=ew.Certificate()
+        )
+        assert policy.cost > 0.85 * 4  # type: ignore[operator]
+
+    def test_too_few_samples_are_named_with_how_many_would_do(self) -> None:
+        probs, labels = population(0, 500)
+        hold, hold_labels = population(1, 4)
+        with pytest.raises(ew.NotCertifiedError, match=r"on 4 samples held out; about \d+ would do for a policy"):
+            ew.fit_policy(
+                probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate(), hold=hold, hold_labels=hold_labels
+            )
+
+    def test_its_fit_is_its_own(self) -> None:
+        probs, labels = population(0, 1000)
+        rest = np.sort(np.random.default_rng(0).permutation(1000)[500:])
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate())
+        result = ew.evaluate(probs[:, rest], labels=labels[rest], policy=policy, costs=[1, 3, 9])
+        assert policy.fit is not None
+        assert policy.fit.value == pytest.approx(result.top1)
+        assert policy.fit.gap is None
+        assert policy.cost == pytest.approx(result.cost)
+        assert policy.q is None
+
+    def test_without_a_budget_all_of_the_error_is_the_risks(self) -> None:
+        probs, labels = population(0, 6000)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=None, certify=ew.Certificate(0.06, "accuracy", 0.1))
+        assert policy.guarantee is not None
+        assert (policy.guarantee.budget_delta, policy.guarantee.risk_delta) == (None, 0.06)
+
+    def test_costs_that_are_not_whole_numbers(self) -> None:
+        """The mean of equal costs rounds to more than the cost: the full net is still within its own cost."""
+        probs, labels = population(0, 5000)
+        costs = ew.Costs((0.3, 0.5, 0.7), "ms")
+        assert ew.fit_policy(probs, costs=costs, budget=0.7).thresholds == (inf, inf, -inf)
+        asked = ew.Certificate(None, "disagreement", 3e-4)
+        assert ew.fit_policy(probs, labels, costs, budget=None, certify=asked).thresholds == (inf, inf, -inf)
 
     def test_one_exit(self) -> None:
         policy = ew.fit_policy(random_probs(0, 1, 10, 4), costs=[3], budget=3, certify=ew.Certificate())

@@ -111,7 +111,7 @@ def test_evaluate_is_the_library_at_that_budget(run: Path, exitwise: Command) ->
     assert trace.test is not None
     assert found["budget"] == trace.costs.values[-1] / 2
     cal = ew.calibrate(trace, "MIE")
-    policy = ew.fit_policy(cal.predict(trace.val), costs=trace.costs, budget=found["budget"])
+    policy = ew.fit_policy(cal.predict(trace.val), trace.val.labels, trace.costs, budget=found["budget"])
     result = ew.evaluate(cal.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
     assert found["methods"]["MIE"] == json.loads(
         json.dumps({"policy": policy.to_dict(), "evaluation": result.to_dict()})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import random_probs
 
 import exitwise as ew
+from exitwise.predictions import ExitPrediction, Predictions
 from exitwise.scores import SCORES, scores
 
 COSTS = (1.0, 2.0, 4.0, 7.0)
@@ -63,17 +64,33 @@ class TestShifted:
         less, greater = policy.shifted(by), policy.shifted(by + more)
         assert (less.exits(probs) <= greater.exits(probs)).all()
 
-    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("score", SCORES.keys() - {"patience"})
     def test_doubt_is_scaled(self, score: str) -> None:
-        certain = 3 if SCORES[score].certain is None else SCORES[score].certain
-        policy = ew.Policy((certain - 0.2, inf, -inf), score)
-        assert policy.shifted(log(2)).thresholds == (pytest.approx(certain - 0.1), inf, -inf)
-        assert policy.shifted(-log(3)).thresholds == (pytest.approx(certain - 0.6), inf, -inf)
+        certain = SCORES[score].certain
+        policy = ew.Policy((certain - 0.2, inf, -inf), score, cost=1.0, q=2.0)
+        assert policy.shifted(log(2)).thresholds == (pytest.approx(certain - 0.1, abs=1e-6), inf, -inf)
+        assert policy.shifted(-log(3)).thresholds == (pytest.approx(certain - 0.6, abs=1e-6), inf, -inf)
         assert policy.shifted(0) is policy
+        assert (policy.shifted(1).cost, policy.shifted(1).q) == (None, None)
 
-    def test_a_saturated_threshold_can_be_lowered(self) -> None:
+    def test_a_saturated_threshold_can_be_lowered_and_raised(self) -> None:
         """Confidences of exactly 1, parted by their hash, have no doubt that could be scaled."""
-        assert ew.Policy((1 + 1e-9, -inf)).shifted(-30).thresholds[0] < 0
+        policy = ew.Policy((1 + 1e-9, -inf))
+        assert policy.shifted(-1).thresholds[0] < 1 < policy.thresholds[0] < policy.shifted(1).thresholds[0]
+
+    @pytest.mark.parametrize("score", ["confidence", "patience", "variance"])
+    def test_the_cost_grows_little_by_little_where_scores_are_equal(self, score: str) -> None:
+        probs = np.concatenate([np.ones((4, 2000, 1)), random_probs(0, 4, 2000, 5) * 1e-9], axis=2).astype(np.float32)
+        preds = Predictions(
+            probs.shape, lambda: map(ExitPrediction.from_probs, probs), lambda _: np.zeros(probs.shape[:2])
+        )
+        policy = ew.fit_policy(preds, costs=COSTS, budget=3, score=score)
+        shifts = [-2.0, -0.5, -0.1, -0.01, 0.0, 0.01, 0.1, 0.5, 2.0]
+        costs = [np.asarray(COSTS)[policy.shifted(by).exits(preds)].mean() for by in shifts]
+        assert costs == sorted(costs)
+        assert costs[4] == pytest.approx(3, abs=0.01)
+        if score == "patience":  # the others' neighbours are as far away as no float32 is
+            assert np.diff(costs)[3:5].max() < 0.5
 
 
 class TestHolds:
@@ -146,6 +163,7 @@ class TestHolds:
         controller = ew.BudgetController(fitted())
         before = controller.to_dict()
         controller.update(np.empty(0, dtype=np.int64))
+        controller.update([])
         assert controller.to_dict() == before
 
     def test_tensors_are_taken(self) -> None:
@@ -176,6 +194,8 @@ class TestState:
             ({"state": {"shift": "far", "slope": 1.0}}, "shift must be a finite number, but is 'far'"),
             ({"state": {"shift": 0.0, "slope": 1.0, "colour": 1}}, "not a usable controller"),
             ({"state": None}, "not a usable controller"),
+            ({"state": {"shift": 0.0, "slope": 0.0}}, "slope must be positive"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "samples": -5}}, "samples not negative"),
             ({"budget": 100}, "`budget` must lie between"),
             ({"policy": {"thresholds": [0.5]}}, "the last -inf"),
             ({"policy": None}, "not a usable controller"),

@@ -297,6 +297,13 @@ class TestAuto:
         assert fit.held_out == max(fit.portfolio.values()) == fit.portfolio[fit.chosen]
         assert fit.labelled
 
+    def test_of_equals_the_cheaper_is_taken(self) -> None:
+        """Exits that all say the same: whatever is spent behind the first buys nothing."""
+        probs, labels = overthinking(0)
+        for strategy in ("auto", "optimized"):
+            policy = ew.fit_policy(np.stack([probs[1]] * 3), labels, [1, 2, 3], budget=2, strategy=strategy)
+            assert policy.cost == 1
+
     def test_without_labels_it_trusts_the_family_alone(self) -> None:
         probs, _ = overthinking(0)
         auto = ew.fit_policy(probs, costs=[1, 2, 6], budget=4)
@@ -326,6 +333,14 @@ class TestAuto:
             together = ew.fit_policies(probs, labels, [1, 2, 6], budgets=budgets, strategy=strategy)
             alone = [ew.fit_policy(probs, labels, [1, 2, 6], budget=each, strategy=strategy) for each in budgets]
             assert together == alone
+
+    def test_one_sample_of_one_exit(self) -> None:
+        policy = ew.fit_policy(np.full((1, 1, 2), 0.5), [0], [3.0], budget=3)
+        assert policy.cost == 3
+
+    def test_one_budget_is_not_several(self) -> None:
+        with pytest.raises(ew.InputError, match="`budgets` must be several budgets, but got 2"):
+            ew.fit_policies(random_probs(0, 3, 9, 4), costs=[1, 2, 3], budgets=2)  # type: ignore[arg-type]
 
     def test_goes_to_a_file_and_back(self, tmp_path: Path) -> None:
         probs, labels = overthinking(0)

@@ -90,7 +90,15 @@ class TestTies:
             grew = np.diff(plain[order]) > 0
             assert (np.diff(table[order])[grew] > 0).all()
 
-    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 0.5, -0.25, 1e-30, -3.0, 1.4e-45, 2.0])
+    @given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100))
+    @settings(max_examples=300, deadline=None)
+    def test_any_score_is_given_back_by_rounding(self, value: float) -> None:
+        for sign in (1, -1):
+            probs = random_probs(0, 1, 200, 5)[0]
+            parted = split_ties(np.full(200, sign * value, dtype=np.float32), probs)
+            assert (parted.astype(np.float32) == np.float32(sign * value)).all()
+
+    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 0.5, -0.25, 1e-30, -3.0, 1.4e-45, 2.0, 7.9e-31, 2.2e-38])
     def test_equal_scores_are_parted_evenly(self, value: float) -> None:
         probs = random_probs(0, 1, 4000, 5)[0]
         parted = split_ties(np.full(4000, value, dtype=np.float32), probs)
@@ -282,6 +290,9 @@ class TestPolicy:
             ({"score": "charm"}, "`score` must be one of"),
             ({"score": ["confidence"]}, "`score` must be one of"),
             ({"fit": {"chosen": "auto"}}, "not a usable policy"),
+            ({"guarantee": {"tune": 0, "hold": 0}}, "`tune` must be a number of samples, but got 0"),
+            ({"guarantee": {"tune": "x", "hold": 5}}, "`tune` must be a number of samples"),
+            ({"guarantee": {"tune": 5, "hold": 5, "budget_delta": "x"}}, "`budget_delta` must be a number or None"),
             ({"fit": "good"}, "not a usable policy"),
             ({"colour": "blue"}, "not a usable policy"),
         ],

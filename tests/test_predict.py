@@ -73,7 +73,7 @@ class TestRows:
         trace = ew.Trace.load(run / "trace.safetensors")
         calibration = ew.calibrate(trace)
         half = trace.costs.values[-1] / 2
-        policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=half)
+        policy = ew.fit_policy(calibration.predict(trace.val), trace.val.labels, trace.costs, budget=half)
         pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).permute(0, 3, 1, 2)
         # CIFAR-100's published mean and deviation of each channel
         mean, std = torch.tensor([0.5071, 0.4867, 0.4408]), torch.tensor([0.2675, 0.2565, 0.2761])

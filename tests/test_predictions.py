@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import random_trace
 from oracles import random_probs
 
 import exitwise as ew
@@ -203,3 +204,57 @@ def test_without_draws_there_is_no_variance() -> None:
 
 def test_the_readable_form_names_the_sizes() -> None:
     assert repr(Predictions.of(random_probs(0, *SHAPE))) == "Predictions(3 exits, 4 samples, 5 classes)"
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[2], [3, 0], [1, 1, 2], [], [-1], slice(1, 3), np.array([True, False, True, True])],
+    ids=["one", "any order", "twice", "none", "from the end", "a slice", "a mask"],
+)
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_some_of_the_samples(samples: Any, kind: str, request: pytest.FixtureRequest) -> None:
+    """Everything that is said of them, the variance too."""
+    source: Source = request.getfixturevalue(kind)
+    rows = np.array(samples, dtype=np.int64) if isinstance(samples, list) else samples
+    part = source.preds.take(rows)
+    said = source.said[:, rows]
+    assert part.shape == said.shape
+    assert part.probs.numpy().tolist() == said.tolist()
+    assert part.log_probs.numpy() == pytest.approx(np.log(said))
+    assert part.predicted.tolist() == said.argmax(axis=2).tolist()
+    assert part.variance is not None
+    assert part.variance.tolist() == (source.said.argmax(axis=2) / 100)[:, rows].tolist()
+    assert [exit.variance.tolist() for exit in part.exits(variance=True)] == part.variance.tolist()  # type: ignore[union-attr]
+    if said.shape[1]:
+        for score in ("confidence", "variance", "patience"):
+            assert scores(part, score).tolist() == scores(source.preds, score)[:, rows].tolist()
+
+
+def test_some_of_some_of_the_samples() -> None:
+    preds = Predictions.of(random_probs(0, 2, 9, 3))
+    part = preds.take(np.array([8, 6, 4, 2])).take(np.array([2, 0]))
+    assert part.probs.tolist() == preds.probs[:, [4, 8]].tolist()
+    assert part.variance is None
+    assert [exit.variance for exit in part.exits(variance=True)] == [None] * 2
+
+
+def test_nothing_is_computed_for_some_of_the_samples_before_it_is_asked_for(large: Source) -> None:
+    part = large.preds.take(np.array([1]))
+    assert large.made == []
+    next(part.exits())
+    assert large.made == [0, 1, 2]  # they are few enough to be kept, all exits at once
+    assert max(large.held) <= 1  # of the large ones one at a time
+
+
+def test_real_draws_go_along_with_their_samples() -> None:
+    """The variance of a calibration, which is computed of all samples, beside that of the same samples alone."""
+    trace = random_trace(n=40)
+    made = ew.calibrate(trace, "Laplace", samples=5)
+    rows = [5, 30, 2]
+    part = made.predict(trace.val).take(np.array(rows))
+    alone = made.predict(trace.val.take(torch.tensor(rows)))
+    assert part.variance is not None
+    assert part.variance == pytest.approx(alone.variance, rel=1e-4, abs=1e-7)
+    assert (part.variance > 0).all()
+    policy = ew.fit_policy(made.predict(trace.val), costs=[1, 2, 3], budget=2, score="variance")
+    assert policy.exits(part).tolist() == policy.exits(made.predict(trace.val))[rows].tolist()

@@ -1,14 +1,17 @@
 """Streams: the answers of a batch, in the order of the images, whatever comes between them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import count, islice
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_classifier import (
@@ -18,12 +21,16 @@ from test_classifier import (
     SHAPE,
     VANILLA,
     assert_as_simulated,
+    calibrated,
     classifier,
+    fitted,
     nested_net,
+    of_shape,
     own_classifier,
     refused,
     simulated,
     some_images,
+    tiny,
 )
 from torch import Tensor, nn
 
@@ -437,3 +444,204 @@ def test_those_who_wait_longest_go_first() -> None:
         assert samples.memory is not None
         assert samples.memory[:, 1].tolist() == [-number for number in expected]
         assert pool.waiting == waiting
+
+
+def steered(score: str = "confidence", share: float = 0.6) -> tuple[ew.Classifier, ew.BudgetController]:
+    """The tiny net with a policy that spends a share of the full cost on its own pictures, and a controller for it."""
+    (net, trace), calibration = tiny(), calibrated(OURS)
+    budget = share * trace.costs.values[-1]
+    policy = ew.fit_policy(
+        calibration.predict(trace.val), costs=trace.costs, budget=budget, score=score, strategy="geometric"
+    )
+    return ew.Classifier(net, calibration, policy), ew.BudgetController(policy)
+
+
+def grey(n: int, seed: int = 0) -> Tensor:
+    """Noise without any pattern, which no classifier here was fitted on."""
+    return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(seed)) * 3 - 1
+
+
+def by_hand(clf: Any, controller: ew.BudgetController, images: Tensor, batch_size: int) -> tuple[list[int], np.ndarray]:
+    """Exits and probabilities of the loop that the controller's documentation shows."""
+    exits: list[int] = []
+    probs = []
+    for batch in images.split(batch_size):
+        clf.policy = controller.policy
+        said = clf(batch)
+        exits += said.exits.tolist()
+        probs.append(np.asarray(said.probs))
+        known = controller.fitted.score == "confidence"
+        controller.update(said.exits, np.asarray(said.probs).max(axis=1) if known else None)
+    return exits, np.concatenate(probs)
+
+
+class Steered(Scripted):
+    """Writes down what a controller had heard when each batch began; a sample that leaves at BROKEN is not finite."""
+
+    BROKEN = 9
+
+    def __init__(self, controller: ew.BudgetController) -> None:
+        super().__init__()
+        self.controller = controller
+        self.begun: list[tuple[int, int]] = []  # how many good ones are in the batches before, and how many were heard
+        self.good = 0
+
+    def start(self, images: Array) -> Array:
+        self.begun.append((self.good, self.controller.state.samples))
+        self.good += int((images[:, 1] != self.BROKEN).sum())
+        return images
+
+    def run(self, exit: int, state: Array) -> tuple[Array, ExitPrediction]:
+        state, said = super().run(exit, state)
+        said.probs[state[:, 1] == self.BROKEN] = np.nan
+        return state, said
+
+
+class TestController:
+    @pytest.mark.parametrize("score", ["confidence", "entropy", "patience"])
+    @pytest.mark.parametrize("batch_size", [1, 7, 64, 200])
+    def test_answers_are_those_of_the_loop_by_hand(self, batch_size: int, score: str) -> None:
+        clf, controller = steered(score)
+        other, mine = steered(score)
+        images = grey(160)
+        answers = answered(clf, iter(images), batch_size=batch_size, controller=controller)
+        exits, probs = by_hand(other, mine, images, batch_size)
+        assert [answer.exit for answer in answers] == exits
+        assert np.stack([np.asarray(answer.probs) for answer in answers]) == pytest.approx(probs, abs=1e-6)
+        assert controller.state == mine.state
+        assert controller.state.samples == 160
+        assert clf.policy is controller.fitted  # the classifier itself is left as it was
+        assert controller.policy.thresholds != controller.fitted.thresholds
+
+    def test_images_that_are_none_change_nothing_for_the_others(self) -> None:
+        clf, controller = steered()
+        other, mine = steered()
+        images = grey(120)
+        bad = [ew.InputError("unreadable"), torch.zeros(1, 8, 9), None, *[ew.InputError("gone")] * 30]
+        items: list[Any] = list(images)
+        for number, each in enumerate(bad):
+            items.insert(number * 37 % len(items), each)
+        answers = answered(clf, [*bad[:1], *items, *bad[:2]], batch_size=8, controller=controller)
+        assert sum(answer.error is not None for answer in answers) == len(bad) + 3
+        exits, _ = by_hand(other, mine, images, 8)
+        assert [answer.exit for answer in answers if answer.error is None] == exits
+        assert controller.state == mine.state
+
+    def test_one_that_is_not_finite_is_an_answer_that_the_controller_does_not_hear(self) -> None:
+        clf, controller = steered()
+        images = grey(100)
+        images[41] = inf
+        answers = answered(clf, images, batch_size=10, controller=controller)
+        assert [answer.index for answer in answers if answer.error is not None] == [41]
+        assert controller.state.samples == 99
+        assert controller.state.spent == pytest.approx(sum(a.cost for a in answers if a.error is None and a.cost))
+
+    @staticmethod
+    def heard(pattern: Sequence[int | None], batch_size: int, window: int | None = None) -> list[tuple[int, int]]:
+        policy = ew.Policy((0.9, 0.9, 0.9, -inf), cost=2.5, budget=2.5, costs=Scripted.costs)
+        backend = Steered(ew.BudgetController(policy))
+        images = (ew.InputError("unreadable") if exit is None else (k, exit) for k, exit in enumerate(pattern))
+        answers = list(engine.stream(backend, policy, images, batch_size, window, controller=backend.controller))
+        assert [answer.index for answer in answers] == list(range(len(pattern)))
+        assert backend.controller.state.samples == backend.good
+        return backend.begun
+
+    @settings(deadline=None, max_examples=60)
+    @given(patterns, st.integers(1, 130))
+    def test_before_every_batch_it_has_heard_of_all_before(self, pattern: list[int | None], batch_size: int) -> None:
+        for good, heard in self.heard(pattern, batch_size):
+            assert heard == good
+
+    def test_also_when_some_are_not_finite(self) -> None:
+        for good, heard in self.heard([0, 1, 2, Steered.BROKEN, *[0, 3] * 30], 8):
+            assert heard == good
+
+    def test_also_when_the_window_is_shorter_than_a_batch(self) -> None:
+        for good, heard in self.heard([0, 1, 2, 3] * 16, 8, window=6):
+            assert heard == good
+
+    @pytest.mark.parametrize("strength", [0.3, 2])
+    @pytest.mark.parametrize("share", [0.4, 0.8])
+    def test_the_budget_is_kept_on_images_that_nothing_was_fitted_on(self, share: float, strength: float) -> None:
+        """Faint noise would cost far more than pictures do, strong noise far less."""
+        clf, controller = steered(share=share)
+        images = grey(1920) * strength
+        alone = clf(images).mean_cost
+        answers = answered(clf, images, batch_size=16, controller=controller)
+        kept = np.mean([answer.cost or 0 for answer in answers])
+        assert abs(alone / controller.budget - 1) > 0.15
+        assert (alone > controller.budget) == (strength < 1)
+        assert kept == pytest.approx(controller.budget, rel=0.01)
+        assert controller.mean_cost == pytest.approx(kept)
+
+    def test_a_second_stream_goes_on_where_the_first_ended(self) -> None:
+        clf, controller = steered()
+        other, whole = steered()
+        images = grey(160)
+        parts = [*answered(clf, images[:96], batch_size=16, controller=controller)]
+        parts += answered(clf, images[96:], batch_size=16, controller=controller)
+        expected = answered(other, images, batch_size=16, controller=whole)
+        assert [answer.exit for answer in parts] == [answer.exit for answer in expected]
+        assert controller.state == whole.state
+
+    def test_every_batch_runs_to_its_end(self) -> None:
+        policy = ew.Policy((0.9, 0.9, 0.9, -inf), cost=2.5, budget=2.5, costs=Scripted.costs)
+        backend = Scripted()
+        images = ((k, exit) for k, exit in enumerate([3, 0, 1, 2] * 20))
+        list(engine.stream(backend, policy, images, 8, controller=ew.BudgetController(policy)))
+        assert [exit for exit, _, _ in backend.runs if exit == 0] == [0] * 10
+        assert all(size <= 8 for _, size, _ in backend.runs)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"score": "entropy"}, "its own has 3 on entropy in MACs"),
+            ({"thresholds": (0.5, -inf), "costs": (1.0, 2.0), "budget": 1.5}, "its own has 2 on confidence in MACs"),
+            ({"unit": "ms"}, "its own has 3 on confidence in ms"),
+        ],
+    )
+    def test_a_controller_for_something_else_is_refused(self, change: dict[str, Any], words: str) -> None:
+        clf, controller = steered()
+        other = ew.BudgetController(replace(controller.fitted, **change))
+
+        def images() -> Iterator[Tensor]:
+            raise AssertionError("it was asked for")
+            yield
+
+        refused(
+            lambda: clf.stream(images(), controller=other),
+            "`controller` must steer a policy of 3 exits on confidence in MACs, as here",
+            words,
+        )
+
+
+def test_a_session_is_steered_as_a_classifier_is(tmp_path: Path) -> None:
+    """By a bundle, on numbers that nothing was fitted on."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    from exitwise.runtime.onnx import Session
+
+    torch.manual_seed(0)
+    net = small_net()
+    trace = fitted(net, of_shape((6,), 4), costs=(1, 2, 6))
+    calibration = ew.calibrate(trace, OURS, samples=20)
+    policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=3, strategy="geometric")
+    clf = ew.Classifier(net, calibration, policy)
+    images = torch.rand(1280, 6, generator=torch.Generator().manual_seed(1)) * 0.5
+    clf.export(tmp_path / "bundle", example=images)
+    session = Session(tmp_path / "bundle", threads=1)
+    alone = session(images).mean_cost
+    controller, mine = (ew.BudgetController(session.policy) for _ in range(2))
+    bad: list[Any] = [np.zeros(5), ew.InputError("unreadable")]
+    items = [*bad, *images.numpy(), *bad]
+    answers = list(session.stream(items, batch_size=16, controller=controller))
+    assert [answer.index for answer in answers if answer.error is not None] == [0, 1, 1282, 1283]
+    good = answers[2:-2]
+    kept = np.mean([answer.cost or 0 for answer in good])
+    assert abs(alone / 3 - 1) > 0.05
+    assert kept == pytest.approx(3, rel=0.01)
+    refused(lambda: session.stream(items, controller=ew.BudgetController(replace(policy, score="margin"))), "on margin")
+    exits, probs = by_hand(session, mine, images, 16)
+    assert [answer.exit for answer in good] == exits
+    assert np.stack([np.asarray(answer.probs) for answer in good]) == pytest.approx(probs, abs=1e-6)
+    assert controller.state == mine.state

@@ -3,12 +3,15 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import random_trace, small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -268,3 +271,91 @@ def test_class_names_are_counted_before_any_pass() -> None:
 def test_an_empty_loader_is_refused() -> None:
     with pytest.raises(ew.InputError, match="`val` gave no samples"):
         ew.collect(small_net(), [], [], costs=[1, 2, 3])
+
+
+def with_index(n: int = 101) -> ew.Trace:
+    """A trace whose validation samples say where they come from, in no order."""
+    trace = random_trace(n=n)
+    index = torch.randperm(5 * n, generator=torch.Generator().manual_seed(9))[:n]
+    return replace(trace, val=replace(trace.val, index=index))
+
+
+def assert_taken(part: ew.Split, whole: ew.Split, rows: list[int]) -> None:
+    """The samples at some positions, every exit's features along with their labels and index."""
+    assert len(part) == len(rows)
+    for mine, all_ in zip(part.features, whole.features, strict=True):
+        assert mine.tolist() == [all_[row].tolist() for row in rows]
+    assert part.labels.tolist() == [whole.labels[row].item() for row in rows]
+    assert (part.index is None) == (whole.index is None)
+    if part.index is not None and whole.index is not None:
+        assert part.index.tolist() == [whole.index[row].item() for row in rows]
+
+
+@pytest.mark.parametrize("rows", [[], [0], [7, 3, 3, 100], list(range(101))])
+def test_some_of_the_samples_of_a_split(rows: list[int]) -> None:
+    for split in (with_index().val, random_trace(n=101).val):
+        assert_taken(split.take(torch.tensor(rows, dtype=torch.int64)), split, rows)
+
+
+@given(st.integers(2, 90), st.floats(0.01, 0.99), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_what_is_held_out_and_the_rest_are_the_whole(n: int, share: float, seed: int) -> None:
+    trace = with_index(n)
+    assert trace.val.index is not None
+    if round(n * share) in (0, n):
+        with pytest.raises(ew.InputError, match=f"must leave and take some of {n} samples"):
+            trace.hold_out(share, seed)
+        return
+    rest, hold = trace.hold_out(share, seed)
+    assert len(hold) == round(n * share)
+    where = {index: row for row, index in enumerate(trace.val.index.tolist())}
+    parts = []
+    for part in (rest.val, hold):
+        assert part.index is not None
+        rows = [where[index] for index in part.index.tolist()]
+        assert_taken(part, trace.val, rows)
+        assert rows == sorted(rows)
+        parts += rows
+    assert sorted(parts) == list(range(n))
+    for name in ("test", "heads", "curvature", "costs", "classes", "model", "budget_range"):
+        assert getattr(rest, name) is getattr(trace, name)
+    assert len(trace.val) == n  # which is left as it was
+
+
+def test_the_seed_says_who_is_held_out() -> None:
+    trace = with_index()
+    again = [trace.hold_out(seed=seed)[1].labels.tolist() for seed in (3, 3)]
+    assert again[0] == again[1]
+    assert trace.hold_out(seed=torch.Generator().manual_seed(3))[1].labels.tolist() == again[0]
+    index = [trace.hold_out(seed=seed)[1].index for seed in range(400)]
+    held = torch.bincount(torch.cat([each for each in index if each is not None]))
+    counts = held[held > 0]
+    assert len(counts) == 101  # nobody is spared, and nobody preferred
+    assert (counts.float() / 400 - 50 / 101).abs().max() < 4.5 * (0.25 / 400) ** 0.5
+
+
+def test_a_calibration_does_not_see_what_is_held_out() -> None:
+    """Other samples held out, whatever they are: the same temperatures and prior variances."""
+    trace = with_index()
+    rest, hold = trace.hold_out(0.5, seed=1)
+    assert hold.index is not None
+    assert trace.val.index is not None
+    held = torch.isin(trace.val.index, hold.index)
+    spoilt = replace(
+        trace.val,
+        labels=torch.where(held, 4 - trace.val.labels, trace.val.labels),
+        features=tuple(torch.where(held[:, None], x * 3, x) for x in trace.val.features),
+    )
+    other, _ = replace(trace, val=spoilt).hold_out(0.5, seed=1)
+    one, two = (ew.calibrate(each, samples=10) for each in (rest, other))
+    assert (one.temperatures, one.prior_vars) == (two.temperatures, two.prior_vars)
+    assert (
+        ew.calibrate(replace(trace, val=spoilt), samples=10).temperatures
+        != ew.calibrate(trace, samples=10).temperatures
+    )
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, 0.001, 0.999, float("nan"), float("inf")])
+def test_a_share_must_leave_and_take_some(share: float) -> None:
+    with pytest.raises(ew.InputError, match=f"`share` must leave and take some of 101 samples, but got {share}"):
+        with_index().hold_out(share)

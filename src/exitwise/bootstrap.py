@@ -1,13 +1,13 @@
 """Intervals for means over samples, by drawing the samples again. NumPy alone."""
 
-from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
 from exitwise.predictions import Array
 
 LEVEL = 0.95
-_HELD = 20_000_000  # weights at a time
+_PART = 20_000_000  # weights as numbers to compute with, at a time
 
 
 class Bootstrap:
@@ -19,18 +19,18 @@ class Bootstrap:
     def means(self, columns: Array) -> Array:
         """(R, m) means of columns (n, m) over each of R draws of n samples."""
         table = np.ascontiguousarray(columns, dtype=np.float32)
-        return np.concatenate([weights @ table for weights in self._weights()])
+        rows = max(1, _PART // self._samples)
+        parts = [self._counts[start : start + rows] for start in range(0, self._repeats, rows)]
+        return np.concatenate([part.astype(np.float32) @ table for part in parts]) / np.float32(self._samples)
 
-    def _weights(self) -> Iterator[Array]:
-        """(r, n) how often each draw has each sample, divided by n; as many draws as fit in memory at a time."""
+    @cached_property
+    def _counts(self) -> Array:
+        """(R, n) how often each draw has each sample; never more than 255 times."""
         rng = np.random.default_rng(self._seed)
-        part = max(1, _HELD // self._samples)
-        for start in range(0, self._repeats, part):
-            rows = min(part, self._repeats - start)
-            weights = np.empty((rows, self._samples), dtype=np.float32)
-            for row in weights:
-                row[:] = np.bincount(rng.integers(0, self._samples, self._samples), minlength=self._samples)
-            yield weights / self._samples
+        counts = np.empty((self._repeats, self._samples), dtype=np.uint8)
+        for row in counts:
+            row[:] = np.bincount(rng.integers(0, self._samples, self._samples), minlength=self._samples)
+        return counts
 
 
 def interval(values: Array) -> tuple[float, float]:

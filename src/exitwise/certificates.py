@@ -37,13 +37,13 @@ class Certificate:
     def __post_init__(self) -> None:
         for name in ("budget_delta", "risk_delta", "hold"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < 1):
+            if value is not None and not (is_number(value) and 0 < value < 1):
                 raise InputError(f"`{name}` must be a number between 0 and 1, but got {value!r}")
         if self.risk not in (None, *RISKS):
             raise InputError(f"`risk` must be one of {', '.join(RISKS)} or None, but got {self.risk!r}")
         if (self.risk is None) != (self.epsilon is None):
             raise InputError("`risk` and `epsilon` go together: what may be lost, and how much of it")
-        if self.epsilon is not None and not (_is_number(self.epsilon) and 0 < self.epsilon < 1):
+        if self.epsilon is not None and not (is_number(self.epsilon) and 0 < self.epsilon < 1):
             raise InputError(f"`epsilon` must be a number between 0 and 1, but got {self.epsilon!r}")
         if self.budget_delta is None and self.risk is None:
             raise InputError("a certificate needs `budget_delta`, or a `risk` with its `epsilon`")
@@ -66,10 +66,11 @@ class Certificate:
 class Guarantee(Result):
     """What is guaranteed of fresh samples like those held out; None where it was not asked for.
 
-    With probability 1 - `budget_delta` the mean cost is at most `budget` (and `cost_limit`, which is below it); with
-    probability 1 - `risk_delta` the loss is at most `epsilon` (and `risk_limit`). The probability is over the draw of
-    the `hold` samples, which neither temperature, prior nor thresholds have seen; those saw the `tune` samples.
-    `bounds` is what was used for each. `seed` is that of the split, where one set of samples was split here.
+    With probability 1 - `budget_delta` the mean cost is at most `budget`; with probability 1 - `risk_delta` the loss is
+    at most `epsilon`. The probability is over the draw of the `hold` samples, which thresholds have not seen and
+    calibration must not have; those saw the `tune` samples. `cost_limit` and `risk_limit` are what the same bounds say
+    of this policy alone: they show what is left, and are no further promise, as these samples have chosen it. `bounds`
+    names them. `seed` is that of the split, where one set of samples was split here.
     """
 
     tune: int
@@ -86,6 +87,13 @@ class Guarantee(Result):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", tuple(self.bounds))
+        for name in ("tune", "hold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"`{name}` must be a number of samples, but got {value!r}")
+        for name in ("budget", "budget_delta", "cost_limit", "epsilon", "risk_delta", "risk_limit", "seed"):
+            if (value := getattr(self, name)) is not None and not is_number(value):
+                raise InputError(f"`{name}` must be a number or None, but got {value!r}")
 
 
 class NotCertifiedError(InputError):
@@ -163,5 +171,5 @@ def _log_binomial(most: int, samples: int, share: float) -> float:
     return float(samples * log1p(-share) + top + np.log(np.exp(terms - top).sum()))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

@@ -15,7 +15,7 @@ from exitwise.policy import Policy
 from exitwise.predictions import Array, Predictions
 from exitwise.scores import scores
 
-_SHIFTS = -0.003 * (1.1 ** np.arange(60) - 1) / 0.1  # 0 to about -9: near the budget it matters which of them holds
+_SHIFTS = -0.003 * (1.1 ** np.arange(60) - 1) / 0.1  # 0 to about -8: near the budget it matters which of them holds
 
 
 def cheaper(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
@@ -23,7 +23,7 @@ def cheaper(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
 
     They are nested: whom one lets go at an exit, a cheaper one has let go there or before.
     """
-    at_once = replace(policy, thresholds=(-np.inf,) * len(policy.thresholds))
+    at_once = replace(policy.shifted(-1.0), thresholds=(-np.inf,) * len(policy.thresholds))
     row = [at_once, *(policy.shifted(float(by)) for by in _SHIFTS[::-1])]
     return [each.with_cost(scores, costs) for each in row]
 
@@ -126,8 +126,8 @@ class Row:
         top = dearest = len(self.policies) - 1
         if self._delta("cost") and budget is not None:
             found = self.last("cost", range(len(self.policies)), hold, budget)
-            if found is None:
-                raise NotCertifiedError(self._why("cost", 0, hold, budget))
+            if found is None or (found == 0 and not self._trivial("cost", dearest)):
+                raise NotCertifiedError(self._only_the_first_exit(hold, budget))
             top = found
         if not self._delta("loss"):
             return top
@@ -135,6 +135,18 @@ class Row:
         if cheapest is None or cheapest > top:
             raise NotCertifiedError(self._why("loss", dearest if cheapest is None else top, hold, budget))
         return cheapest if budget is None else top
+
+    def _only_the_first_exit(self, hold: Seen, budget: float) -> str:
+        """What to say where no policy that lets anyone go on can be certified: how many samples would do, for what."""
+        said = f"a mean cost of at most {budget:.6g} cannot be certified on {hold.exits.shape[1]:,} samples held out"
+        values, limit = self._scaled("cost"), self._limit("cost", budget)
+        for number in range(len(self.policies) - 1, 0, -1):
+            counts = self._counts("cost", number, hold)
+            cost = self._unscaled("cost", float(values @ counts / counts.sum()))
+            needed = samples_needed(values, counts, limit, self._delta("cost"))
+            if needed is not None and cost <= 0.95 * budget:
+                return f"{said}; about {needed:,} would do for a policy that costs {100 * cost / budget:.0f} % of that"
+        return f"{said}; ask for a larger budget, or give more samples"
 
     def _why(self, what: str, number: int, hold: Seen, budget: float | None) -> str:
         """What was seen, and what sample size would do."""

@@ -25,19 +25,21 @@ Certify = Annotated[
 MaxLoss = Annotated[
     float | None, typer.Option(help="Also guarantee that no more is lost against the last exit: 0.01 for a point.")
 ]
-Risk = Annotated[str, typer.Option(help="What --max-loss is about: accuracy or disagreement.")]
+Risk = Annotated[str | None, typer.Option(help="What --max-loss is about: accuracy (if not given) or disagreement.")]
 
 
 def request(
-    strategy: str, score: str, objective: str, certify: float | None, max_loss: float | None, risk: str
+    strategy: str, score: str, objective: str, certify: float | None, max_loss: float | None, risk: str | None
 ) -> "Request":
     """The options as one."""
     from exitwise.certificates import Certificate
     from exitwise.policy_commands import Request
 
     certificate = None
+    if risk is not None and max_loss is None:
+        raise InputError("--risk is what --max-loss is about: say how much may be lost")
     if certify is not None:
-        certificate = Certificate(certify, None if max_loss is None else risk, max_loss)
+        certificate = Certificate(certify, None if max_loss is None else risk or "accuracy", max_loss)
     elif max_loss is not None:
         raise InputError("--max-loss is part of a guarantee: say how sure it must be by --certify 0.05")
     return Request(strategy, score, objective, certificate)
@@ -55,7 +57,7 @@ def evaluate(
     objective: Objective = "accuracy",
     certify: Certify = None,
     max_loss: MaxLoss = None,
-    risk: Risk = "accuracy",
+    risk: Risk = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run, such as a baseline's, to show beside; may be repeated.")
     ] = None,

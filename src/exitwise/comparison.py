@@ -8,14 +8,14 @@ import numpy as np
 
 from exitwise import policy_commands
 from exitwise.bootstrap import Bootstrap, interval
-from exitwise.certificates import Certificate
+from exitwise.certificates import Certificate, NotCertifiedError
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.evaluation import Outcomes
 from exitwise.fitting import Fitter, check_request
 from exitwise.methods import NEEDS_DRAWS, Method
 from exitwise.metrics import BINS
-from exitwise.policy import Policy, sweep
+from exitwise.policy import Policy, sweep, written
 from exitwise.predictions import Array, Predictions
 from exitwise.results import Result
 from exitwise.run import Run
@@ -33,7 +33,8 @@ class PolicyRow(Result):
     """One policy: what was asked, what it costs on validation and test data, and what it gets on test data.
 
     `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the accuracy beyond
-    that of the public rule at the same test cost, between its two nearest policies; None for that rule itself.
+    that of the public rule at the same test cost, between its two nearest policies; None for that rule itself, and for
+    costs that it does not reach.
     """
 
     method: str
@@ -52,6 +53,9 @@ class PolicyRow(Result):
     exit_shares: tuple[float, ...]
     thresholds: tuple[float, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "thresholds": written(self.thresholds)}
+
 
 @dataclass(frozen=True)
 class PolicyTable(Result):
@@ -68,6 +72,9 @@ class PolicyTable(Result):
 
     def __iter__(self) -> Iterator[PolicyRow]:
         return iter(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "rows": [row.to_dict() for row in self.rows]}
 
     def _records(self) -> list[dict[str, Any]]:
         return [record for row in self.rows for record in row._records()]
@@ -100,36 +107,44 @@ class Comparison:
             for score in self.scores:
                 check_request(costs, budget, "auto", score, self.objective)
         certificate = None if self.certify is None else Certificate(self.certify)
-        pairs = [(method, score) for method in self.methods for score in self.scores]
-        if any(score == "variance" and not method.has_variance for method, score in pairs):
-            if len(self.scores) == 1:
-                raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
-            pairs = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
+        pairs = [(method, score) for method in dict.fromkeys(self.methods) for score in dict.fromkeys(self.scores)]
+        possible = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
+        if len(possible) < len(pairs) and len(set(self.scores)) == 1:
+            raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
         tuner, bootstrap = Tuner(trace), Bootstrap(len(trace.test), self.repeats)
         rows: list[PolicyRow] = []
         notes: list[str] = []
         samples: dict[str, Any] = {}
-        for number, (method, score) in enumerate(pairs):
-            progress(number, len(pairs))
-            made = policy_commands.tuned(run, tuner, method, None)
-            sure = None if certificate is None else policy_commands.tuned(run, tuner, method, certificate)
-            val, test = made.calibration.predict(trace.val), made.calibration.predict(trace.test)
-            sure_test = None if sure is None else sure.calibration.predict(trace.test)
+        sure: policy_commands.Tuned | None = None
+        for number, (method, score) in enumerate(possible):
+            progress(number, len(possible))
+            if number == 0 or possible[number - 1][0] != method:
+                made = policy_commands.tuned(run, tuner, method, None)
+                val, test = made.calibration.predict(trace.val), made.calibration.predict(trace.test)
+                if certificate is not None:
+                    sure = policy_commands.tuned(run, tuner, method, certificate)
+                    sure_test = sure.calibration.predict(trace.test)
+                    sure_outcomes = Outcomes.of(sure_test, trace.test.labels.numpy())
             fitter = Fitter(val, trace.val.labels, costs, score=score, objective=self.objective)
             judge = _Judge(test, trace.test.labels.numpy(), sweep(val, costs=costs, score=score), costs, bootstrap)
             request = policy_commands.Request("auto", score, self.objective, certificate)
-            for budget in self.budgets:
+            for budget in dict.fromkeys(self.budgets):
                 public = judge.public_for(budget)
                 if public is None:
-                    notes.append(f"{method.name}: the public rule has no policy for {budget:.6g} {costs.unit} or less.")
+                    least = f"{budget:.6g} {costs.unit} or less"
+                    notes.append(f"{method.name}, by {score}: the public rule has no policy for {least}.")
                 else:
                     rows.append(judge.row(method.name, PUBLIC, public, budget))
                 rows += [judge.row(method.name, name, fitter.fit(budget, name), budget) for name in STRATEGIES]
                 if sure is not None:
-                    certified = sure.policy(costs, budget, request)
-                    rows.append(judge.row(method.name, CERTIFIED, certified, budget, sure_test))
+                    try:
+                        certified = sure.policy(costs, budget, request)
+                    except NotCertifiedError as error:
+                        notes.append(f"{method.name}, by {score}: {error}.")
+                        continue
+                    rows.append(judge.row(method.name, CERTIFIED, certified, budget, (sure_test, sure_outcomes)))
                     samples = sure.samples
-        progress(len(pairs), len(pairs))
+        progress(len(possible), len(possible))
         samples = {
             "all but certified": {"split": "val", "samples": len(trace.val)},
             **({"certified": samples} if samples else {}),
@@ -153,7 +168,7 @@ class _Judge:
     def __init__(
         self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap
     ) -> None:
-        self._preds, self._labels, self._public = preds, labels, public
+        self._preds, self._public = preds, public
         self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
         self._outcomes = Outcomes.of(preds, labels)
         self._all = np.arange(len(labels))
@@ -169,22 +184,29 @@ class _Judge:
         return max(within, key=lambda policy: policy.cost or 0.0) if within else None
 
     def row(
-        self, method: str, strategy: str, policy: Policy, budget: float, preds: Predictions | None = None
+        self,
+        method: str,
+        strategy: str,
+        policy: Policy,
+        budget: float,
+        other: tuple[Predictions, Outcomes] | None = None,
     ) -> PolicyRow:
-        """A policy's row; with `preds` of another calibration, what it is about."""
-        outcomes = self._outcomes if preds is None else Outcomes.of(preds, self._labels)
-        exits = policy.exits(self._preds if preds is None else preds)
+        """A policy's row; `other` is what another calibration says, if the policy is about that."""
+        preds, outcomes = other or (self._preds, self._outcomes)
+        exits = policy.exits(preds)
         at = (exits, self._all)
         right = (outcomes.rank[at] == 0).astype(np.float64)
         confidence = outcomes.confidence[at].astype(np.float64)
         cost = self._costs[exits]
-        gain = right - self._public_at(float(cost.mean()))
+        public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
+        gain = np.zeros_like(right) if public is None else right - public
         bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
         gaps = np.zeros((len(right), BINS))
         gaps[self._all, bins] = confidence - right
         drawn = self._bootstrap.means(np.column_stack([cost, right, -outcomes.log_true[at], gain, gaps]))
         means = {"cost": cost.mean(), "top1": right.mean(), "nlpd": -outcomes.log_true[at].mean(dtype=np.float64)}
-        intervals = {name: interval(drawn[:, i]) for i, name in enumerate((*means, "gain"))}
+        known = (*means, *(() if public is None else ("gain",)))
+        intervals = {name: interval(drawn[:, i]) for i, name in enumerate(known)}
         intervals["ece"] = interval(np.abs(drawn[:, 4:]).sum(axis=1))
         return PolicyRow(
             method=method,
@@ -197,17 +219,19 @@ class _Judge:
             top1=float(means["top1"]),
             nlpd=float(means["nlpd"]),
             ece=float(np.abs(gaps.mean(axis=0)).sum()),
-            gain=None if strategy == PUBLIC else float(gain.mean()),
+            gain=None if public is None else float(gain.mean()),
             gap=policy.fit.gap if policy.fit else None,
             intervals=intervals,
             exit_shares=tuple((np.bincount(exits, minlength=len(self._costs)) / len(exits)).tolist()),
             thresholds=policy.thresholds,
         )
 
-    def _public_at(self, cost: float) -> Array:
+    def _public_at(self, cost: float) -> Array | None:
         """(n,) how often the public rule is right on each sample at a cost, by chance between its nearest policies."""
-        above = int(np.searchsorted(self._public_costs, cost).clip(1, len(self._public_costs) - 1))
-        low, high = self._public_costs[above - 1], self._public_costs[above]
+        costs = self._public_costs
+        if not costs[0] * (1 - 1e-9) <= cost <= costs[-1] * (1 + 1e-9):
+            return None
+        above = int(np.searchsorted(costs, cost).clip(1, len(costs) - 1))
+        low, high = costs[above - 1], costs[above]
         share = float(np.clip((cost - low) / (high - low), 0, 1)) if high > low else 1.0
-        below = self._public_right[above - 1]
-        return np.asarray((1 - share) * below + share * self._public_right[above])
+        return np.asarray((1 - share) * self._public_right[above - 1] + share * self._public_right[above])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from exitwise.certificates import is_number
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.policy import Policy
@@ -31,8 +32,10 @@ class BudgetState:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not _is_number(value) or not isfinite(value):
+            if not is_number(value) or not isfinite(value):
                 raise InputError(f"{name} must be a finite number, but is {value!r}")
+        if self.slope <= 0 or self.samples < 0:
+            raise InputError(f"slope must be positive and samples not negative, but are {self.slope}, {self.samples}")
 
 
 class BudgetController:
@@ -60,14 +63,14 @@ class BudgetController:
             raise InputError("`policy` must know its costs: use one that `fit_policy` made")
         budget = policy.budget if budget is None else budget
         low, high = policy.costs[0], policy.costs[-1]
-        if not _is_number(budget) or not low <= float(budget or 0.0) <= high:
+        if not is_number(budget) or not low <= float(budget or 0.0) <= high:
             raise InputError(
                 f"`budget` must lie between the cost of the first exit and that of the last, "
                 f"{low:.10g} to {high:.10g} {policy.unit}, but got {budget}"
             )
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
             raise InputError(f"`horizon` must be a whole number of at least 1, but got {horizon!r}")
-        if not _is_number(step) or not 0 < step < _FARTHEST:
+        if not is_number(step) or not 0 < step < _FARTHEST:
             raise InputError(f"`step` must be a number between 0 and {_FARTHEST:g}, but got {step!r}")
         self.fitted, self.budget = policy, float(budget or 0.0)
         self.horizon, self.step = horizon, float(step)
@@ -87,10 +90,10 @@ class BudgetController:
         """Learn from a batch: exits (n,), and scores (n,) at those exits, in any order. The policy for the next one."""
         taken = _array("exits", exits)
         last = len(self.fitted.thresholds) - 1
+        if taken.shape == (0,):
+            return self.policy
         if taken.ndim != 1 or not np.issubdtype(taken.dtype, np.integer):
             raise InputError(f"`exits` must be whole numbers (n,), but got {taken.dtype} {taken.shape}")
-        if not len(taken):
-            return self.policy
         if not 0 <= taken.min() <= taken.max() <= last:
             raise InputError(f"`exits` must lie in 0..{last}, but reach from {taken.min()} to {taken.max()}")
         if scores is not None:
@@ -187,7 +190,3 @@ def _array(name: str, values: Any) -> Array:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError) as error:
         raise InputError(f"`{name}` must be numbers: {error}") from None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

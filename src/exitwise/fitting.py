@@ -1,6 +1,6 @@
 """A budget becomes thresholds: the paper's family, or those that are best on validation data. NumPy alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -106,6 +106,8 @@ def fit_policies(
     objective: str = "accuracy",
 ) -> list[Policy]:
     """`fit_policy` for many budgets, with what they share computed once."""
+    if not isinstance(budgets, Iterable):
+        raise InputError(f"`budgets` must be several budgets, but got {budgets!r}")
     fitter = Fitter(preds, labels, costs, score=score, objective=objective)
     return [fitter.fit(budget, strategy) for budget in budgets]
 
@@ -201,14 +203,25 @@ class Fitter:
             hold_labels = metrics.check_labels(hold_labels, hold.shape[1], hold.shape[2])
         if strategy == "auto" and certificate.risk is not None:
             strategy = "geometric"  # it differs least from the full net where there is much to spend
-        if budget is None:
+        if budget is None:  # then all of the error is the risk's
+            delta = certificate.risk_delta or certificate.budget_delta
+            certificate = replace(certificate, budget_delta=None, risk_delta=delta)
             low, high = self.costs.values[0], self.costs.values[-1]
             policies = [self.fit(float(each), strategy) for each in np.linspace(low, high, _BUDGETS)]
         else:
             policies = cheaper(self.fit(budget, strategy), self._table, self.costs)
         tune = Seen.by(policies, self._preds, certificate.risk, tune_full, self._labels)
         held = Seen.by(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
-        return certified(policies, tune, held, certificate, self.costs, budget, sure=against is None)
+        made = certified(policies, tune, held, certificate, self.costs, budget, sure=against is None)
+        return replace(made, fit=self._fit_of(made, policies[-1].fit))
+
+    def _fit_of(self, policy: Policy, fit: Fit | None) -> Fit | None:
+        """The fit of the policy that a cheaper one was made from, with what is true of the cheaper one."""
+        if fit is None or policy.fit is fit:
+            return fit
+        judge = self._values["labels" if fit.labelled else "expected"]
+        value = float(judge[policy.exits_by(self._table), self._all].mean())
+        return replace(fit, value=value if self.objective == "accuracy" else -value, held_out=None)
 
     def fit(self, budget: float | None, strategy: str = "auto") -> Policy:
         check_request(self.costs, budget, strategy, self.score, self.objective)
@@ -248,7 +261,8 @@ class Fitter:
         policy = Policy(
             self._whole.thresholds(cuts[best]), self.score, self.costs.unit, None, budget, strategy, q, fit=fit
         )
-        return policy.with_cost(self._table, self.costs)
+        policy = policy.with_cost(self._table, self.costs)
+        return replace(policy, cost=min(policy.cost or 0.0, budget))  # which it exceeds by rounding at most
 
     @cached_property
     def _folds(self) -> list[tuple["Search", Array]]:
@@ -289,7 +303,8 @@ class Fitter:
             difference = values[name] - values[first]
             saves = costs[exits[name]].mean() < (1 - _SAVES) * costs[exits[first]].mean()
             doubt = 0.0 if saves else float(difference.std()) / len(difference) ** 0.5
-            if (gain := float(difference.mean()) - doubt) > most:
+            gain = float(difference.mean()) - doubt
+            if gain > most or (saves and best == first and gain == most):
                 best, most = name, gain
         return best
 

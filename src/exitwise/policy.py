@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import exp, inf, isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from exitwise.certificates import Guarantee
+from exitwise.certificates import Guarantee, is_number
 from exitwise.costs import UNITS, Costs
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
@@ -25,7 +25,8 @@ class Fit(Result):
 
     `value` is its accuracy or NLPD on the samples that it was fitted on, `held_out` that of its strategy on samples
     held out from fitting (cross-fitted; None where there are too few). Both by the labels, or as the net itself expects
-    where it did without. `portfolio` is `held_out` of every strategy that was tried.
+    where it did without. `portfolio` is `held_out` of every strategy that was tried: as these numbers decide which one
+    is taken, that of the winner is a little too good where they are close.
     """
 
     chosen: str
@@ -35,6 +36,13 @@ class Fit(Result):
     value: float
     held_out: float | None
     portfolio: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("value", "held_out"):
+            if not is_number(value := getattr(self, name)) and (name == "value" or value is not None):
+                raise InputError(f"`{name}` must be a number, but got {value!r}")
+        if not isinstance(self.portfolio, Mapping) or self.objective not in ("accuracy", "nlpd"):
+            raise InputError(f"not a fit: {self.objective!r}, {self.portfolio!r}")
 
     @property
     def gap(self) -> float | None:
@@ -111,15 +119,16 @@ class Policy(Result):
     def shifted(self, by: float) -> "Policy":
         """A policy of the same family, more careful for `by` > 0: doubt counts exp(by) times as much.
 
-        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are.
+        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are. What is
+        known of this policy (`cost`, `q`, `fit`, `guarantee`) is not true of the other.
         """
-        known = SCORES[self.score].certain
-        certain = len(self.thresholds) if known is None else known
+        if not by:
+            return self
+        score = SCORES[self.score]
         thresholds = [
-            certain - max(certain - value, 2.0**-24) * exp(-by) if isfinite(value) else value
-            for value in self.thresholds
+            score.shifted(value, by, len(self.thresholds)) if isfinite(value) else value for value in self.thresholds
         ]
-        return replace(self, thresholds=tuple(thresholds)) if by else self
+        return replace(self, thresholds=tuple(thresholds), cost=None, q=None, fit=None, guarantee=None)
 
     def with_cost(self, scores: Array, costs: Costs) -> "Policy":
         """The policy with what it costs on samples with these scores (K, n)."""
@@ -127,10 +136,10 @@ class Policy(Result):
         return replace(self, cost=float(shares @ np.asarray(costs.values)), costs=costs.values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; infinite thresholds as the words "inf" and "-inf", which JSON has no numbers for."""
-        thresholds = [value if isfinite(value) else str(value) for value in self.thresholds]
+        """Plain data, thresholds as `written`."""
         parts = {name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")}
-        return {**self.__dict__, "thresholds": thresholds, "costs": list(self.costs) if self.costs else None, **parts}
+        costs = list(self.costs) if self.costs else None
+        return {**self.__dict__, "thresholds": written(self.thresholds), "costs": costs, **parts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
@@ -159,6 +168,11 @@ class Policy(Result):
             return cls.from_dict(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+
+
+def written(thresholds: Sequence[float]) -> list[float | str]:
+    """Thresholds for a file; infinite ones as the words "inf" and "-inf", which JSON has no numbers for."""
+    return [value if isfinite(value) else str(value) for value in thresholds]
 
 
 def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidence") -> list[Policy]:

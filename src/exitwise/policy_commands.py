@@ -8,7 +8,7 @@ from exitwise.calibration import Calibration
 from exitwise.certificates import Certificate, Guarantee
 from exitwise.commands import calibration_of
 from exitwise.costs import Costs
-from exitwise.fitting import fit_policy
+from exitwise.fitting import Fitter
 from exitwise.methods import SAMPLES, Method
 from exitwise.policy import Policy
 from exitwise.predictions import Predictions
@@ -44,31 +44,32 @@ class Tuned:
     val: Split
     hold: Split | None
 
-    @cached_property
-    def _preds(self) -> Predictions:
-        return self.calibration.predict(self.val)
+    def policy(self, costs: Costs, budget: float, request: Request) -> Policy:
+        """Thresholds for a budget, certified if that is asked for."""
+        fitter = self._fitter(costs, request.score, request.objective)
+        if request.certificate is None or self._held is None or self.hold is None:
+            return fitter.fit(budget, request.strategy)
+        policy = fitter.certify(request.certificate, budget, request.strategy, self._held, self.hold.labels)
+        assert policy.guarantee is not None
+        return replace(policy, guarantee=replace(policy.guarantee, seed=request.certificate.seed))
 
     @cached_property
     def _held(self) -> Predictions | None:
         return None if self.hold is None else self.calibration.predict(self.hold)
 
-    def policy(self, costs: Costs, budget: float, request: Request) -> Policy:
-        """Thresholds for a budget, certified if that is asked for."""
-        policy = fit_policy(
-            self._preds,
-            self.val.labels,
-            costs,
-            budget=budget,
-            strategy=request.strategy,
-            score=request.score,
-            objective=request.objective,
-            certify=request.certificate,
-            hold=self._held,
-            hold_labels=None if self.hold is None else self.hold.labels,
-        )
-        if request.certificate is None or policy.guarantee is None:
-            return policy
-        return replace(policy, guarantee=replace(policy.guarantee, seed=request.certificate.seed))
+    @cached_property
+    def _preds(self) -> Predictions:
+        return self.calibration.predict(self.val)
+
+    @cached_property
+    def _fitters(self) -> dict[tuple[Costs, str, str], Fitter]:
+        return {}
+
+    def _fitter(self, costs: Costs, score: str, objective: str) -> Fitter:
+        key = (costs, score, objective)
+        if key not in self._fitters:
+            self._fitters[key] = Fitter(self._preds, self.val.labels, costs, score=score, objective=objective)
+        return self._fitters[key]
 
     @property
     def samples(self) -> dict[str, Any]:

@@ -63,14 +63,16 @@ def classifier_of(run: Run, choice: Choice) -> Classifier:
     last = run.policy()
     trace = run.trace()
     budget, score, strategy, certificate = choice.budget, choice.score, choice.strategy, choice.certificate
+    objective = "accuracy"
     if budget is None and last is not None and last.budget is not None:
         budget = f"{last.budget!r}{'ms' if last.unit == 'ms' else ''}"
         score, certificate = score or last.score, certificate or certificate_of(last.guarantee)
         strategy = strategy or last.strategy
+        objective = last.fit.objective if last.fit is not None else objective
     elif budget is None:
         budget = "50%"
         print("exitwise: no --budget and none evaluated yet: half of the full cost", file=sys.stderr)
-    request = Request(strategy or "auto", score or "confidence", certificate=certificate)
+    request = Request(strategy or "auto", score or "confidence", objective, certificate)
     if request.score == "variance" and not method.has_variance:
         raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     costs = costs_for(budget, run, trace)

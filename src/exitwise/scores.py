@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import exp, floor
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ from exitwise.errors import InputError
 from exitwise.methods import NEEDS_DRAWS
 from exitwise.predictions import Array, ExitPrediction, Predictions
 
+_HASHED = 4_000_000  # probabilities at a time
+_SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it
+
 Memory = Array | None  # (n, m): what a score has to know of the exits before, if anything
 
 
@@ -17,11 +21,23 @@ Memory = Array | None  # (n, m): what a score has to know of the exits before, i
 class Score:
     """`of` gives the scores (n,) of what an exit says, larger for more certain, and the memory for the next exit.
 
-    `certain` is the score of full certainty; None where it is the number of exits.
+    `certain` is the score of full certainty, `grain` what is next to nothing beside doubts that matter. Scores that are
+    `whole` numbers count exits, and have no end but theirs.
     """
 
     of: Callable[[ExitPrediction, Memory], tuple[Array, Memory]]
-    certain: float | None
+    certain: float = 0.0
+    grain: float = 2.0**-23
+    whole: bool = False
+
+    def shifted(self, threshold: float, by: float, exits: int) -> float:
+        """A threshold on this score that is more careful for `by` > 0: doubt counts exp(by) times as much."""
+        if not self.whole:
+            return self.certain - ((self.certain - threshold + self.grain) * exp(-by) - self.grain)
+        level = floor(threshold)
+        between = min((threshold - level) / _room(level), 1.0)  # equal scores are parted by their hash
+        moved = exits - (exits - level - between) * exp(-by)
+        return floor(moved) + (moved - floor(moved)) * _room(floor(moved))
 
 
 def _confidence(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
@@ -61,9 +77,9 @@ def _patience(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
 SCORES: Mapping[str, Score] = {
     "confidence": Score(_confidence, certain=1.0),
     "margin": Score(_margin, certain=1.0),
-    "entropy": Score(_negative_entropy, certain=0.0),
-    "variance": Score(_negative_variance, certain=0.0),
-    "patience": Score(_patience, certain=None),
+    "entropy": Score(_negative_entropy),
+    "variance": Score(_negative_variance, grain=2.0**-30),
+    "patience": Score(_patience, whole=True),
 }
 
 
@@ -92,8 +108,12 @@ def split_ties(score: Array, probs: Array) -> Array:
     What is added is less than half of the way to the next float32: rounding gives the score back.
     """
     exact = score.astype(np.float32).astype(np.float64)
-    # The second term serves scores of zero, and is less than the smallest float32.
-    return np.asarray(exact + _hash(probs) * (np.abs(exact) * 2.0**-25 + 2.0**-150))
+    return np.asarray(exact + _hash(probs) * np.maximum(np.abs(exact) * 2.0**-25, _SMALLEST))
+
+
+def _room(score: float) -> float:
+    """Up to where hashes of equal scores reach."""
+    return max(abs(score) * 2.0**-25, _SMALLEST)
 
 
 def _hash(probs: Array) -> Array:
@@ -102,10 +122,13 @@ def _hash(probs: Array) -> Array:
     They are rounded to four bits behind the first: another arithmetic, such as a runtime's, gives the same hash but
     for about one sample in a thousand.
     """
-    bits = np.ascontiguousarray(probs, dtype=np.float32).view(np.uint32)
-    coarse = ((bits + np.uint32(1 << 18)) >> np.uint32(19)).astype(np.uint64)
     factors = _scrambled(np.arange(1, probs.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    return (_scrambled(coarse @ factors) >> np.uint64(38)) * 2.0**-26
+    sums = np.empty(len(probs), dtype=np.uint64)
+    rows = max(1, _HASHED // probs.shape[1])
+    for start in range(0, len(probs), rows):
+        bits = np.ascontiguousarray(probs[start : start + rows], dtype=np.float32).view(np.uint32)
+        sums[start : start + rows] = ((bits + np.uint32(1 << 18)) >> np.uint32(19)).astype(np.uint64) @ factors
+    return (_scrambled(sums) >> np.uint64(38)) * 2.0**-26
 
 
 def _scrambled(numbers: Array) -> Array:

@@ -41,13 +41,14 @@ class Search:
             return self._geometric[budget]
         below, above = -50.0, 50.0  # everyone leaves at the first exit; at the last
         best = below
+        most = budget * (1 + 1e-12)  # the mean of equal costs may round to more than each of them
         one = (self._costs[-1] - self._costs[0]) / self._ranking.samples  # nothing smaller than a sample can move
-        if self._member(above)[1] <= budget:
+        if self._member(above)[1] <= most:
             best, above = above, below
-        while abs(above - below) > 1e-13 and not 0 <= budget - self._member(best)[1] < one:
+        while abs(above - below) > 1e-13 and not 0 <= most - self._member(best)[1] < one:
             middle = (below + above) / 2
             cost = self._member(middle)[1]
-            if cost > budget:
+            if cost > most:
                 above = middle
                 continue
             below = middle
@@ -66,7 +67,7 @@ class Search:
 
     def _best(self, name: str, budget: float) -> Array:
         """The best that is found within the budget, from the paper's family and from solutions at a price per cost."""
-        within = [(value, cuts) for cuts, cost, value in self._path(name) if cost <= budget]
+        within = [(value, cuts) for cuts, cost, value in self._path(name) if cost <= budget * (1 + 1e-12)]
         starts = [cuts for _, cuts in sorted(within, key=lambda pair: -pair[0])[:2]]
         ends = [
             self._ranking.ascend_within(self._values[name], self._costs, budget, start)
@@ -107,7 +108,7 @@ def smoothed(table: Array, values: Array) -> Array:
 
     What is true of one sample is mostly chance, and thresholds that follow it do not hold for others.
     """
-    groups = max(2, round(table.shape[1] ** (1 / 3)))
+    groups = min(table.shape[1], max(2, round(table.shape[1] ** (1 / 3))))
     smooth = []
     for score, value in zip(table, values, strict=True):
         parts = np.array_split(np.argsort(score, kind="stable"), groups)

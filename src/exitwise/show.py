@@ -289,18 +289,23 @@ def _drop(fit: Fit) -> str:
     return f"their accuracy is {100 * abs(gap):.2f} points {'lower' if gap > 0 else 'higher'}"
 
 
+def _percent(share: float) -> str:
+    """With as many digits as it has."""
+    return f"{100 * share:.10g} %"
+
+
 def _guaranteed(made: Guarantee, unit: str) -> list[str]:
     said = [f"Certified on {made.hold:,} samples that nothing else has seen:"]
     if made.budget is not None and made.budget_delta is not None:
         said.append(
-            f"with a probability of {1 - made.budget_delta:.1%} the mean cost of pictures like these is at most "
-            f"{amount(made.budget, unit)} (even {amount(made.cost_limit or 0.0, unit)});"
+            f"with a probability of {_percent(1 - made.budget_delta)} the mean cost of pictures like these is at most "
+            f"{amount(made.budget, unit)};"
         )
     if made.risk is not None and made.risk_delta is not None:
         word = "loss of accuracy" if made.risk == "accuracy" else "share of other answers"
         said.append(
-            f"with a probability of {1 - made.risk_delta:.1%} the {word} against the last exit is at most "
-            f"{made.epsilon:.2%} (even {made.risk_limit:.2%});"
+            f"with a probability of {_percent(1 - made.risk_delta)} the {word} against the last exit is at most "
+            f"{made.epsilon:.2%};"
         )
     return [*said[:-1], said[-1][:-1] + "."]
 
@@ -324,9 +329,9 @@ def policies(table: PolicyTable) -> Iterator[RichTable | str]:
                 made.add_section()
             known = _STRATEGY_NAMES.get(row.strategy, row.strategy)
             chosen = f" ({_STRATEGY_NAMES.get(row.chosen or '', row.chosen)})" if row.strategy == "auto" else ""
-            low, high = row.intervals["gain"]
             gain: str | Text = ""
             if row.gain is not None:
+                low, high = row.intervals["gain"]
                 style = "green" if low > 0 else "red" if high < 0 else "dim"
                 gain = Text(f"{100 * row.gain:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]", style=style)
             made.add_row(
@@ -344,7 +349,7 @@ def policies(table: PolicyTable) -> Iterator[RichTable | str]:
     tested = table.samples["tested_on"]["samples"]
     certified = (
         f" Certified: calibrated and fitted on half of it, certified on the other half: the mean cost is "
-        f"within the budget with a probability of {1 - table.certify:.0%}."
+        f"within the budget with a probability of {_percent(1 - table.certify)}."
         if table.certify is not None
         else ""
     )
@@ -353,7 +358,7 @@ def policies(table: PolicyTable) -> Iterator[RichTable | str]:
         f"the budget asked for. Calibrated and fitted on the validation split, measured on "
         f"{tested:,} test samples; ± and brackets: 95 % of {table.repeats} bootstrap draws.{certified}\n"
         f"The public rule takes no budget: of its 39 policies, the dearest within it on validation data. vs public: "
-        f"points of top-1 beyond that rule at equal test cost."
+        f"points of top-1 beyond that rule at equal test cost, where it reaches that."
     )
     for note in table.notes:
         yield f"\n{note}"

@@ -291,34 +291,21 @@ def stream(
     window = window or _WINDOW * max(batch_size, _FULL)
     if controller is None:
         return _stream(backend, lambda: policy, images, batch_size, window, pooled)
+    if not isinstance(controller, BudgetController):
+        raise InputError(f"`controller` must be a BudgetController, but got {type(controller).__name__}")
     own = controller.fitted
     if len(own.thresholds) != len(policy.thresholds) or own.score != policy.score or own.unit != policy.unit:
         raise InputError(
             f"`controller` must steer a policy of {len(policy.thresholds)} exits on {policy.score} in {policy.unit}, "
             f"as here, but its own has {len(own.thresholds)} on {own.score} in {own.unit}"
         )
-    answers = _stream(backend, lambda: controller.policy, images, batch_size, window, pooled=False)
-    return _telling(controller, answers, batch_size)
 
+    def tell(answers: list[Answer]) -> None:
+        heard = [answer for answer in answers if answer.error is None]
+        confidences = [answer.confidence for answer in heard] if own.score == "confidence" else None
+        controller.update(np.array([answer.exit for answer in heard], dtype=np.int64), confidences)
 
-def _telling(controller: BudgetController, answers: Iterator[Answer], batch_size: int) -> Iterator[Answer]:
-    """The answers, of which a controller hears batch by batch."""
-    heard: list[Answer] = []
-
-    def tell() -> None:
-        exits = [answer.exit for answer in heard]
-        known = controller.fitted.score == "confidence"
-        controller.update(exits, [answer.confidence for answer in heard] if known else None)
-        heard.clear()
-
-    for answer in answers:
-        if answer.error is None:
-            heard.append(answer)
-        if len(heard) == batch_size:
-            tell()
-        yield answer
-    if heard:
-        tell()
+    return _stream(backend, lambda: controller.policy, images, batch_size, window, pooled=False, tell=tell)
 
 
 def _stream(
@@ -328,7 +315,9 @@ def _stream(
     batch_size: int,
     window: int,
     pooled: bool,
+    tell: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> Iterator[Answer]:
+    """`policy` is asked before every stage; `tell` hears the answers before anyone else, as they become ready."""
     answers = _InOrder()
     full = max(batch_size, _FULL)  # in the pools
     batch: list[Any] = []
@@ -356,6 +345,12 @@ def _stream(
             while pool.waiting >= at_least:
                 run(exit)
 
+    def ready() -> list[Answer]:
+        found = list(answers.ready())
+        if found:
+            tell(found)
+        return found
+
     kind = None
     for index, image in enumerate(images):
         try:
@@ -368,9 +363,9 @@ def _stream(
         behind = index + 1 - answers.next >= window
         if behind or len(batch) == batch_size:
             run_all(1 if behind or not pooled else full)
-        yield from answers.ready()
+        yield from ready()
     run_all(1)
-    yield from answers.ready()
+    yield from ready()
 
 
 def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
