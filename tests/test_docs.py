@@ -159,6 +159,20 @@ def test_the_commands_that_deploy_a_net_in_the_readme(
         assert "thresholds of its own" in refused.err
 
 
+def test_figures_of_fitting_in_the_readme_are_those_of_the_committed_run() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "policies.json").read_text())["measured"]
+    ratios = [each["median ratio to the forward pass"] for each in found]
+    assert [(each["threads"], each["samples"], each["exits"], each["budgets"]) for each in found] == [
+        (1, 10_000, 8, 100),
+        (2, 10_000, 8, 100),
+    ]
+    table = README.split("<!-- policies benchmark -->")[1].split("\n\n")[0]
+    for name in ratios[0]:
+        line = next(line for line in table.splitlines() if f"| `{name}`" in line)
+        assert line.endswith(" | ".join(f"{100 * each[name]:.1f} %" for each in ratios) + " |")
+        assert all(each[name] < 1 for each in ratios)  # at most the time of one forward pass
+
+
 def test_the_page_on_budgets_has_the_tables_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "experiments")
     import tables
