@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -250,14 +251,20 @@ class TestFaults:
                 env=ENVIRONMENT,
             )
             assert process.stdin is not None
-            process.stdin.write(names)
-            process.stdin.close()
             before = out.stat().st_size if out.exists() else 0
-            while interrupted < 2 and process.poll() is None:
+            *most, last = names.splitlines(keepends=True)
+            process.stdin.write(b"".join(most))
+            process.stdin.flush()
+            # Without the last name it cannot end before it is interrupted.
+            started = time.monotonic()
+            while interrupted < 2 and process.poll() is None and time.monotonic() < started + 120:
                 if out.exists() and out.stat().st_size > before + 500:
                     process.send_signal(number)
-                    break
+                    process.wait()
                 time.sleep(0.002)
+            with suppress(BrokenPipeError):
+                process.stdin.write(last)
+                process.stdin.close()
             status = process.wait()
             assert process.stderr is not None
             err = process.stderr.read().decode()

@@ -140,6 +140,7 @@ def demo(
     out_console.print(
         f"\nThe run is in [bold]{place}[/bold]. What to try next:\n"
         f"  exitwise evaluate {place} --budget 50%    [dim]what half of the cost buys[/dim]\n"
+        f"  exitwise policies {place}    [dim]every way to choose thresholds, with intervals[/dim]\n"
         f"  exitwise predict {place} PICTURES --budget 50%    [dim]your own, with a net that stops early[/dim]\n"
         f"  exitwise bench {place}    [dim]what that saves on this machine[/dim]\n"
         f"  exitwise ablate {place}    [dim]with the decision experiment[/dim]\n"

@@ -110,13 +110,15 @@ def evaluate(
 def policies(
     run: RunArgument,
     budget: Annotated[
-        list[str] | None, typer.Option(help="2e7 (MACs), 50%, or 12ms; may be repeated. Six over the whole range.")
+        list[str] | None,
+        typer.Option(help="2e7 (MACs), 50% or 12ms; may be repeated. Six over the range if not given."),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; the plain net and the whole method. all: the twelve.")
+        list[str] | None,
+        typer.Option(help="May be repeated, or all for the twelve. The plain net and the whole method."),
     ] = None,
     score: Annotated[
-        list[str] | None, typer.Option(help="What decides; may be repeated. confidence. all: every one.")
+        list[str] | None, typer.Option(help="What decides: may be repeated, or all for every one. confidence.")
     ] = None,
     objective: Objective = "accuracy",
     certify: Annotated[float, typer.Option(help="The certified rows' probability to fail; 0 leaves them out.")] = 0.05,
@@ -142,12 +144,12 @@ def policies(
     costs = commands.costs_for("ms" if in_ms else "", opened, trace)
     amounts = [commands.parse_budget(text, costs) for text in budget or []] or comparison.budgets(costs, 6)
     asked = comparison.Comparison(tuple(amounts), tuple(methods), tuple(chosen), objective, certify or None, repeats)
-    with bars() as progress:
+    with bars("methods") as progress:
         table = asked.run(opened, trace, costs, lambda done, total: progress("compare", done, total))
     opened.add_results(policies=table.to_dict())
     if as_json:
         return print_json(**table.to_dict())
     out = show.console()
-    for part in show.policies(table):
+    for part in show.policies(table, out.width):
         out.print(part)
     return None

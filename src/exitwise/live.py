@@ -70,13 +70,13 @@ class Live(Watcher):
 
 
 @contextmanager
-def bars() -> Iterator[CollectProgress]:
+def bars(of: str = "images") -> Iterator[CollectProgress]:
     """A progress bar per split, on stderr."""
     columns = (
         TextColumn("{task.description:>5}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("images"),
+        TextColumn(of),
         TimeRemainingColumn(),
     )
     console = show.console(stderr=True)

@@ -313,13 +313,15 @@ def _guaranteed(made: Guarantee, unit: str) -> list[str]:
 _STRATEGY_NAMES = {PUBLIC: "public rule", "label_free": "label-free"}
 
 
-def policies(table: PolicyTable) -> Iterator[RichTable | str]:
+def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str]:
     """A table for each method and score, a block of rows for each budget."""
+    narrow = width < 97
     for method, score in dict.fromkeys((row.method, row.score) for row in table):
-        made = _table(f"\n{method}, by {score}")
-        made.add_column("budget", justify="right")
-        made.add_column("strategy")
-        for name in ("val cost", "test cost", "top-1", "NLPD", "ECE", "vs public"):
+        made = _table(f"\n{method}, by {score}", gap=0 if narrow else 1)
+        made.add_column("budget", justify="right", no_wrap=True)
+        made.add_column("strategy", no_wrap=True)
+        names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "vs public")
+        for name in names:
             made.add_column(name, justify="right", no_wrap=True)
         before = None
         for row in table:
@@ -337,10 +339,10 @@ def policies(table: PolicyTable) -> Iterator[RichTable | str]:
             made.add_row(
                 "" if row.budget == before else f"{100 * row.budget / table.full_cost:.0f} %",
                 known + chosen,
-                f"{100 * row.val_cost / row.budget:.1f} %",
+                *(() if narrow else (f"{100 * row.val_cost / row.budget:.1f} %",)),
                 f"{100 * row.test_cost / row.budget:.1f} %",
                 f"{100 * row.top1:.2f} ±{_half(row.intervals['top1'], 100):.2f}",
-                f"{row.nlpd:.3f} ±{_half(row.intervals['nlpd']):.3f}",
+                f"{row.nlpd:.3f}" + ("" if narrow else f" ±{_half(row.intervals['nlpd']):.3f}"),
                 _no_zero(f"{row.ece:.3f}"),
                 gain,
             )
