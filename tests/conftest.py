@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,12 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def one_thread() -> None:
     """Small operations on two threads become many times slower when anything else runs."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """A shell that runs this in the background has it ignore SIGINT, which processes started here would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

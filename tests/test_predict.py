@@ -260,12 +260,12 @@ class TestFaults:
             while interrupted < 2 and process.poll() is None and time.monotonic() < started + 120:
                 if out.exists() and out.stat().st_size > before + 500:
                     process.send_signal(number)
-                    process.wait()
+                    process.wait(timeout=60)
                 time.sleep(0.002)
             with suppress(BrokenPipeError):
                 process.stdin.write(last)
                 process.stdin.close()
-            status = process.wait()
+            status = process.wait(timeout=60)
             assert process.stderr is not None
             err = process.stderr.read().decode()
             process.stderr.close()
