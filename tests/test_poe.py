@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import product_of_experts, random_probs
 from test_classifier import (
-    SIZES,
     assert_as_simulated,
     calibrated,
     classifier,
@@ -216,19 +215,6 @@ class TestSearch:
 
 
 class TestRuntime:
-    @pytest.mark.parametrize("method", PRODUCTS)
-    def test_every_method_at_every_size_of_batch(self, method: str) -> None:
-        net, calibration = tiny()[0], calibrated(method)
-        preds = simulated(net, calibration, some_images(257))
-        seen = set()
-        for size in SIZES:
-            images = some_images(257)[:size]
-            policy = random_policy(preds, seed=size)
-            said = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
-            assert_as_simulated(policy, simulated(net, calibration, images), said.exits, said.probs)
-            seen |= set(said.exits.tolist())
-        assert seen == {0, 1, 2}
-
     @pytest.mark.parametrize("score", ["confidence", "entropy"])
     @pytest.mark.parametrize("mode", ["paper", "exact", "naive"])
     def test_every_mode(self, mode: str, score: str) -> None:

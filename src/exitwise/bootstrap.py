@@ -1,9 +1,11 @@
-"""Intervals for means over samples, by drawing the samples again. NumPy alone."""
+"""Intervals for metrics of n samples, by drawing the samples again. NumPy alone."""
 
 from functools import cached_property
 
 import numpy as np
 
+from exitwise.evaluation import TOP, Outcomes
+from exitwise.metrics import BINS, bin_of
 from exitwise.predictions import Array
 
 LEVEL = 0.95
@@ -31,6 +33,23 @@ class Bootstrap:
         for row in counts:
             row[:] = np.bincount(rng.integers(0, self._samples, self._samples), minlength=self._samples)
         return counts
+
+
+_MEANS = ("cost", "top1", "top5", "nlpd")
+
+
+def columns(outcomes: Outcomes, exits: Array, costs: Array) -> Array:
+    """(n, 4 + bins) what metrics at the exits (n,) taken are means of, with the gaps that make up the ECE."""
+    at = (exits, np.arange(len(exits)))
+    rank = outcomes.rank[at]
+    gaps = np.zeros((len(exits), BINS))
+    gaps[at[1], bin_of(outcomes.confidence[at])] = outcomes.confidence[at].astype(np.float64) - (rank == 0)
+    return np.column_stack([costs[exits], rank == 0, rank < TOP, -outcomes.log_true[at], gaps])
+
+
+def metrics_of(means: Array) -> dict[str, Array]:
+    """(R,) each metric, from means (R, 4 + bins) of such columns."""
+    return {**dict(zip(_MEANS, means.T, strict=False)), "ece": np.abs(means[:, len(_MEANS) :]).sum(axis=1)}
 
 
 def interval(values: Array) -> tuple[float, float]:

@@ -6,10 +6,10 @@ a handful of numbers. Whatever is chosen (stakes, bounds, policies) is chosen on
 
 from dataclasses import dataclass
 from math import ceil, exp, inf, log, log1p
-from typing import Any
 
 import numpy as np
 
+from exitwise.costs import is_number
 from exitwise.errors import InputError
 from exitwise.predictions import Array
 from exitwise.results import Result
@@ -169,7 +169,3 @@ def _log_binomial(most: int, samples: int, share: float) -> float:
     terms = np.concatenate([[0.0], np.cumsum(np.log((samples - j + 1) / j) + log(share) - log1p(-share))])
     top = terms.max(initial=-inf)
     return float(samples * log1p(-share) + top + np.log(np.exp(terms - top).sum()))
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

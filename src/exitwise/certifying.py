@@ -23,7 +23,7 @@ def cheaper(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
 
     They are nested: whom one lets go at an exit, a cheaper one has let go there or before.
     """
-    at_once = replace(policy.shifted(-1.0), thresholds=(-np.inf,) * len(policy.thresholds))
+    at_once = policy.with_thresholds((-np.inf,) * len(policy.thresholds))
     row = [at_once, *(policy.shifted(float(by)) for by in _SHIFTS[::-1])]
     return [each.with_cost(scores, costs) for each in row]
 
@@ -131,9 +131,9 @@ class Row:
             top = found
         if not self._delta("loss"):
             return top
-        cheapest = self.last("loss", range(dearest, -1, -1), hold, budget)
+        cheapest = self.last("loss", range(dearest, -1, -1), hold, None)
         if cheapest is None or cheapest > top:
-            raise NotCertifiedError(self._why("loss", dearest if cheapest is None else top, hold, budget))
+            raise NotCertifiedError(self._too_much_lost(dearest if cheapest is None else top, hold))
         return cheapest if budget is None else top
 
     def _only_the_first_exit(self, hold: Seen, budget: float) -> str:
@@ -148,23 +148,18 @@ class Row:
                 return f"{said}; about {needed:,} would do for a policy that costs {100 * cost / budget:.0f} % of that"
         return f"{said}; ask for a larger budget, or give more samples"
 
-    def _why(self, what: str, number: int, hold: Seen, budget: float | None) -> str:
-        """What was seen, and what sample size would do."""
-        values, counts = self._scaled(what), self._counts(what, number, hold)
-        seen = self._unscaled(what, float(values @ counts / counts.sum()))
-        needed = samples_needed(values, counts, self._limit(what, budget), self._delta(what))
-        if what == "cost":
-            claim, seen_as = f"a mean cost of at most {budget:.6g}", f"{seen:.6g}"
-        else:
-            certificate = self._certificate
-            claim = f"a loss in {certificate.risk} of at most {100 * (certificate.epsilon or 0):.4g} %"
-            seen_as = f"{100 * seen:.2f} %"
+    def _too_much_lost(self, number: int, hold: Seen) -> str:
+        """What to say where a policy's loss cannot be certified: what was seen, and what sample size would do."""
+        values, counts, certificate = self._scaled("loss"), self._counts("loss", number, hold), self._certificate
+        seen = self._unscaled("loss", float(values @ counts / counts.sum()))
+        needed = samples_needed(values, counts, self._limit("loss", None), self._delta("loss"))
         advice = "no number of samples would do: allow more loss, or a larger budget"
         if needed is not None:
             advice = f"about {needed:,} such samples would do"
-        return f"{claim} cannot be certified: on {counts.sum():,} samples held out it is {seen_as}; {advice}"
+        claim = f"a loss in {certificate.risk} of at most {100 * (certificate.epsilon or 0):.4g} %"
+        return f"{claim} cannot be certified: on {counts.sum():,} samples held out it is {100 * seen:.2f} %; {advice}"
 
-    def guarantee(self, number: int, hold: Seen, budget: float | None) -> Guarantee:
+    def guarantee(self, number: int, hold: Seen, budget: float | None, seed: int | None) -> Guarantee:
         """What is guaranteed of a policy, with the limits that the samples held out would bear."""
         limits: dict[str, float | None] = {"cost": None, "loss": None}
         for what in limits:
@@ -177,6 +172,7 @@ class Row:
         return Guarantee(
             tune=self._tune,
             hold=hold.exits.shape[1],
+            seed=seed,
             budget=None if budget is None or "cost" not in used else float(budget),
             budget_delta=self.deltas["cost"] if "cost" in used else None,
             cost_limit=limits["cost"],
@@ -196,10 +192,11 @@ def certified(
     costs: Costs,
     budget: float | None,
     sure: bool,
+    seed: int | None = None,
 ) -> Policy:
     """Of policies, cheapest first, the one that is certified on samples held out."""
     row = Row(policies, tune, hold.exits.shape[1], certificate, costs, sure)
     number = row.choose(hold, budget)
     chosen = policies[number]
     asked = chosen.budget if budget is None else float(budget)
-    return replace(chosen, budget=asked, guarantee=row.guarantee(number, hold, budget))
+    return replace(chosen, budget=asked, guarantee=row.guarantee(number, hold, budget, seed))

@@ -7,7 +7,7 @@ import typer
 
 from exitwise.cli_net import Json, RunArgument, print_json
 from exitwise.errors import InputError
-from exitwise.methods import NEEDS_DRAWS, OURS, VANILLA, method_named
+from exitwise.methods import OURS, VANILLA, method_named
 
 if TYPE_CHECKING:
     from exitwise.policy_commands import Request
@@ -66,7 +66,6 @@ def evaluate(
     """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
     from exitwise import commands, policy_commands, show
     from exitwise.evaluation import evaluate as evaluate_policy
-    from exitwise.fitting import check_request
     from exitwise.run import Run
     from exitwise.tune import Tuner
 
@@ -77,9 +76,7 @@ def evaluate(
         raise InputError(f"the trace of {run} has no test split to evaluate on")
     costs = commands.costs_for(budget, opened, trace)
     amount = commands.parse_budget(budget, costs)
-    check_request(costs, amount, strategy, score, objective)
-    if score == "variance" and not chosen.has_variance:
-        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
+    asked.check(chosen, costs, amount)
     tuner, found, samples = Tuner(trace), {}, {}
     for each in dict.fromkeys((method_named(VANILLA), chosen)):
         its = asked if each == chosen else asked.for_baseline(each)

@@ -1,20 +1,19 @@
 """Every strategy beside the paper's public rule, on test data that nothing was fitted on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from exitwise import policy_commands
-from exitwise.bootstrap import Bootstrap, interval
+from exitwise.bootstrap import Bootstrap, columns, interval, metrics_of
 from exitwise.certificates import Certificate, NotCertifiedError
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.evaluation import Outcomes
-from exitwise.fitting import Fitter, check_request
+from exitwise.fitting import check_request
 from exitwise.methods import NEEDS_DRAWS, Method
-from exitwise.metrics import BINS
 from exitwise.policy import Policy, sweep, written
 from exitwise.predictions import Array, Predictions
 from exitwise.results import Result
@@ -120,14 +119,15 @@ class Comparison:
             progress(number, len(possible))
             if number == 0 or possible[number - 1][0] != method:
                 made = policy_commands.tuned(run, tuner, method, None)
-                val, test = made.calibration.predict(trace.val), made.calibration.predict(trace.test)
+                test = made.calibration.predict(trace.test)
                 if certificate is not None:
                     sure = policy_commands.tuned(run, tuner, method, certificate)
                     sure_test = sure.calibration.predict(trace.test)
                     sure_outcomes = Outcomes.of(sure_test, trace.test.labels.numpy())
-            fitter = Fitter(val, trace.val.labels, costs, score=score, objective=self.objective)
-            judge = _Judge(test, trace.test.labels.numpy(), sweep(val, costs=costs, score=score), costs, bootstrap)
-            request = policy_commands.Request("auto", score, self.objective, certificate)
+            public_rule = sweep(made.preds, costs=costs, score=score)
+            judge = _Judge(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
+            requests = {name: policy_commands.Request(name, score, self.objective) for name in STRATEGIES}
+            guaranteed = replace(requests["auto"], certificate=certificate)
             for budget in dict.fromkeys(self.budgets):
                 public = judge.public_for(budget)
                 if public is None:
@@ -135,10 +135,11 @@ class Comparison:
                     notes.append(f"{method.name}, by {score}: the public rule has no policy for {least}.")
                 else:
                     rows.append(judge.row(method.name, PUBLIC, public, budget))
-                rows += [judge.row(method.name, name, fitter.fit(budget, name), budget) for name in STRATEGIES]
+                for name, request in requests.items():
+                    rows.append(judge.row(method.name, name, made.policy(costs, budget, request), budget))
                 if sure is not None:
                     try:
-                        certified = sure.policy(costs, budget, request)
+                        certified = sure.policy(costs, budget, guaranteed)
                     except NotCertifiedError as error:
                         notes.append(f"{method.name}, by {score}: {error}.")
                         continue
@@ -194,20 +195,15 @@ class _Judge:
         """A policy's row; `other` is what another calibration says, if the policy is about that."""
         preds, outcomes = other or (self._preds, self._outcomes)
         exits = policy.exits(preds)
-        at = (exits, self._all)
-        right = (outcomes.rank[at] == 0).astype(np.float64)
-        confidence = outcomes.confidence[at].astype(np.float64)
-        cost = self._costs[exits]
+        table = columns(outcomes, exits, self._costs)
+        cost, right = table[:, 0], table[:, 1]
         public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
         gain = np.zeros_like(right) if public is None else right - public
-        bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-        gaps = np.zeros((len(right), BINS))
-        gaps[self._all, bins] = confidence - right
-        drawn = self._bootstrap.means(np.column_stack([cost, right, -outcomes.log_true[at], gain, gaps]))
-        means = {"cost": cost.mean(), "top1": right.mean(), "nlpd": -outcomes.log_true[at].mean(dtype=np.float64)}
-        known = (*means, *(() if public is None else ("gain",)))
-        intervals = {name: interval(drawn[:, i]) for i, name in enumerate(known)}
-        intervals["ece"] = interval(np.abs(drawn[:, 4:]).sum(axis=1))
+        drawn = self._bootstrap.means(np.column_stack([gain, table]))
+        means = {name: float(values[0]) for name, values in metrics_of(table.mean(axis=0, keepdims=True)).items()}
+        intervals = {name: interval(values) for name, values in metrics_of(drawn[:, 1:]).items() if name != "top5"}
+        if public is not None:
+            intervals["gain"] = interval(drawn[:, 0])
         return PolicyRow(
             method=method,
             score=policy.score,
@@ -215,10 +211,10 @@ class _Judge:
             chosen=policy.fit.chosen if policy.fit else None,
             budget=budget,
             val_cost=float(policy.cost or 0.0),
-            test_cost=float(means["cost"]),
-            top1=float(means["top1"]),
-            nlpd=float(means["nlpd"]),
-            ece=float(np.abs(gaps.mean(axis=0)).sum()),
+            test_cost=means["cost"],
+            top1=means["top1"],
+            nlpd=means["nlpd"],
+            ece=means["ece"],
             gain=None if public is None else float(gain.mean()),
             gap=policy.fit.gap if policy.fit else None,
             intervals=intervals,

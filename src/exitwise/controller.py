@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.certificates import is_number
+from exitwise.costs import Costs, is_number
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.policy import Policy
-from exitwise.predictions import Array
+from exitwise.predictions import Array, array_of
 
 FORMAT, VERSION = "exitwise.controller", 1
 
@@ -62,12 +62,7 @@ class BudgetController:
         if policy.costs is None:
             raise InputError("`policy` must know its costs: use one that `fit_policy` made")
         budget = policy.budget if budget is None else budget
-        low, high = policy.costs[0], policy.costs[-1]
-        if not is_number(budget) or not low <= float(budget or 0.0) <= high:
-            raise InputError(
-                f"`budget` must lie between the cost of the first exit and that of the last, "
-                f"{low:.10g} to {high:.10g} {policy.unit}, but got {budget}"
-            )
+        Costs(policy.costs, policy.unit).check_budget(budget)
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
             raise InputError(f"`horizon` must be a whole number of at least 1, but got {horizon!r}")
         if not is_number(step) or not 0 < step < _FARTHEST:
@@ -88,7 +83,7 @@ class BudgetController:
 
     def update(self, exits: Any, scores: Any = None) -> Policy:
         """Learn from a batch: exits (n,), and scores (n,) at those exits, in any order. The policy for the next one."""
-        taken = _array("exits", exits)
+        taken = array_of("exits", exits)
         last = len(self.fitted.thresholds) - 1
         if taken.shape == (0,):
             return self.policy
@@ -97,7 +92,7 @@ class BudgetController:
         if not 0 <= taken.min() <= taken.max() <= last:
             raise InputError(f"`exits` must lie in 0..{last}, but reach from {taken.min()} to {taken.max()}")
         if scores is not None:
-            found = _array("scores", scores)
+            found = array_of("scores", scores)
             if found.shape != taken.shape or not np.issubdtype(found.dtype, np.number) or not np.isfinite(found).all():
                 raise InputError(f"`scores` must be {len(taken)} finite numbers, but got {found.dtype} {found.shape}")
             self._learn_slope(taken, found.astype(np.float64))
@@ -182,11 +177,3 @@ class BudgetController:
             f"BudgetController(budget {self.budget:.4g} {self.fitted.unit}, mean cost {self.mean_cost:.4g} of "
             f"{self.state.samples} samples, shift {self.state.shift:+.3f})"
         )
-
-
-def _array(name: str, values: Any) -> Array:
-    """Tensors need not be imported for that."""
-    try:
-        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"`{name}` must be numbers: {error}") from None

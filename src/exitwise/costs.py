@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from exitwise.errors import InputError
 
@@ -41,3 +44,16 @@ class Costs:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    def check_budget(self, budget: Any) -> None:
+        """Refuse what no policy can cost, and say what can be."""
+        low, high = self.values[0], self.values[-1]
+        if not is_number(budget) or not low <= budget <= high:
+            raise InputError(
+                f"`budget` must lie between the cost of the first exit and that of the last, "
+                f"{low:.10g} to {high:.10g} {self.unit}, but got {budget}"
+            )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

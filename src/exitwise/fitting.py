@@ -13,13 +13,12 @@ from exitwise.certificates import Certificate
 from exitwise.certifying import Seen, certified, cheaper
 from exitwise.costs import Costs
 from exitwise.errors import InputError
-from exitwise.policy import Fit, Policy, costs_of
+from exitwise.policy import OBJECTIVES, Fit, Policy, costs_of
 from exitwise.predictions import Array, Predictions
 from exitwise.scores import check_score, scores
 from exitwise.search import Search
 
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
-OBJECTIVES = ("accuracy", "nlpd")
 FOLDS = 5
 _SAVES = 0.03  # of the cost: from there on cheaper is reason enough to be chosen, if it does no worse
 _BUDGETS = 101  # that are tried for the cheapest policy that keeps to a risk
@@ -84,8 +83,7 @@ def fit_policy(
             labels, hold_labels = known[rest], known[held]
         hold, preds = preds.take(held), preds.take(rest)
     fitter = Fitter(preds, labels, costs, score=score, objective=objective)
-    policy = fitter.certify(certify, budget, strategy, Predictions.of(hold), hold_labels, against, reference)
-    return replace(policy, guarantee=replace(policy.guarantee, seed=seed)) if policy.guarantee else policy
+    return fitter.certify(certify, budget, strategy, Predictions.of(hold), hold_labels, against, reference, seed)
 
 
 def _of_samples(against: Any, samples: int) -> Predictions:
@@ -129,14 +127,7 @@ def check_request(
         if value not in known:
             raise InputError(f"`{name}` must be one of {', '.join(known)}, but got {value!r}")
     check_score(score)
-    found = Costs.of(costs)
-    low, high = found.values[0], found.values[-1]
-    number = isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool)
-    if not number or not low <= budget <= high:
-        raise InputError(
-            f"`budget` must lie between the cost of the first exit and that of the last, "
-            f"{low:.10g} to {high:.10g} {found.unit}, but got {budget}"
-        )
+    Costs.of(costs).check_budget(budget)
 
 
 class Fitter:
@@ -177,10 +168,11 @@ class Fitter:
         hold_labels: Any = None,
         against: Any = None,
         tune_against: Predictions | None = None,
+        seed: int | None = None,
     ) -> Policy:
         """The policy for a budget that predictions of other samples certify; see `fit_policy`.
 
-        `tune_against` is `against` on the samples of the fitter, for bounds that suit it.
+        `tune_against` is `against` on the samples of the fitter, for bounds that suit it; `seed` is what split them.
         """
         if budget is None and certificate.risk is None:
             raise InputError(
@@ -212,7 +204,7 @@ class Fitter:
             policies = cheaper(self.fit(budget, strategy), self._table, self.costs)
         tune = Seen.by(policies, self._preds, certificate.risk, tune_full, self._labels)
         held = Seen.by(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
-        made = certified(policies, tune, held, certificate, self.costs, budget, sure=against is None)
+        made = certified(policies, tune, held, certificate, self.costs, budget, against is None, seed)
         return replace(made, fit=self._fit_of(made, policies[-1].fit))
 
     def _fit_of(self, policy: Policy, fit: Fit | None) -> Fit | None:

@@ -38,10 +38,14 @@ def brier(probs: Array, labels: Array) -> Array:
     return np.asarray(np.einsum("nc,nc->n", probs, probs) - 2 * probs[np.arange(len(labels)), labels] + 1)
 
 
+def bin_of(confidence: Array, bins: int = BINS) -> Array:
+    """(n,) the bin of equal width that each confidence is in, closed below; a confidence of 1 belongs to the last."""
+    return np.minimum((confidence * bins).astype(np.int64), bins - 1)
+
+
 def ece(confidence: Array, correct: Array, bins: int = BINS) -> float:
-    """Expected calibration error over bins of equal width, closed below; a confidence of 1 belongs to the last."""
-    bin_of = np.minimum((confidence * bins).astype(np.int64), bins - 1)
-    gap = np.bincount(bin_of, weights=confidence - correct.astype(np.float64), minlength=bins)
+    """Expected calibration error over bins of equal width."""
+    gap = np.bincount(bin_of(confidence, bins), weights=confidence - correct.astype(np.float64), minlength=bins)
     return float(np.abs(gap).sum() / len(confidence))
 
 

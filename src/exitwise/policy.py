@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.certificates import Guarantee, is_number
-from exitwise.costs import UNITS, Costs
+from exitwise.certificates import Guarantee
+from exitwise.costs import UNITS, Costs, is_number
 from exitwise.errors import InputError
 from exitwise.files import read_json, write_json
 from exitwise.predictions import Array, ExitPrediction
@@ -17,6 +17,7 @@ from exitwise.results import Result
 from exitwise.scores import SCORES, Memory, check_score, scores, split_ties
 
 VERSION = 1
+OBJECTIVES = ("accuracy", "nlpd")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Fit(Result):
         for name in ("value", "held_out"):
             if not is_number(value := getattr(self, name)) and (name == "value" or value is not None):
                 raise InputError(f"`{name}` must be a number, but got {value!r}")
-        if not isinstance(self.portfolio, Mapping) or self.objective not in ("accuracy", "nlpd"):
+        if not isinstance(self.portfolio, Mapping) or self.objective not in OBJECTIVES:
             raise InputError(f"not a fit: {self.objective!r}, {self.portfolio!r}")
 
     @property
@@ -119,8 +120,7 @@ class Policy(Result):
     def shifted(self, by: float) -> "Policy":
         """A policy of the same family, more careful for `by` > 0: doubt counts exp(by) times as much.
 
-        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are. What is
-        known of this policy (`cost`, `q`, `fit`, `guarantee`) is not true of the other.
+        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are.
         """
         if not by:
             return self
@@ -128,6 +128,10 @@ class Policy(Result):
         thresholds = [
             score.shifted(value, by, len(self.thresholds)) if isfinite(value) else value for value in self.thresholds
         ]
+        return self.with_thresholds(thresholds)
+
+    def with_thresholds(self, thresholds: Sequence[float]) -> "Policy":
+        """Others in their place, without what is known of these: `cost`, `q`, `fit`, `guarantee`."""
         return replace(self, thresholds=tuple(thresholds), cost=None, q=None, fit=None, guarantee=None)
 
     def with_cost(self, scores: Array, costs: Costs) -> "Policy":

@@ -8,8 +8,9 @@ from exitwise.calibration import Calibration
 from exitwise.certificates import Certificate, Guarantee
 from exitwise.commands import calibration_of
 from exitwise.costs import Costs
-from exitwise.fitting import Fitter
-from exitwise.methods import SAMPLES, Method
+from exitwise.errors import InputError
+from exitwise.fitting import Fitter, check_request
+from exitwise.methods import NEEDS_DRAWS, SAMPLES, Method
 from exitwise.policy import Policy
 from exitwise.predictions import Predictions
 from exitwise.run import Run
@@ -25,6 +26,12 @@ class Request:
     score: str = "confidence"
     objective: str = "accuracy"
     certificate: Certificate | None = None
+
+    def check(self, method: Method, costs: Costs, budget: float) -> None:
+        """Refuse what cannot be fulfilled, before anything is calibrated for it."""
+        check_request(costs, budget, self.strategy, self.score, self.objective)
+        if self.score == "variance" and not method.has_variance:
+            raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
     def for_baseline(self, method: Method) -> "Request":
         """The same for a net to compare with, as far as it can follow: vanilla has no draws and certifies no loss."""
@@ -49,16 +56,18 @@ class Tuned:
         fitter = self._fitter(costs, request.score, request.objective)
         if request.certificate is None or self._held is None or self.hold is None:
             return fitter.fit(budget, request.strategy)
-        policy = fitter.certify(request.certificate, budget, request.strategy, self._held, self.hold.labels)
-        assert policy.guarantee is not None
-        return replace(policy, guarantee=replace(policy.guarantee, seed=request.certificate.seed))
+        certificate = request.certificate
+        return fitter.certify(
+            certificate, budget, request.strategy, self._held, self.hold.labels, seed=certificate.seed
+        )
 
     @cached_property
     def _held(self) -> Predictions | None:
         return None if self.hold is None else self.calibration.predict(self.hold)
 
     @cached_property
-    def _preds(self) -> Predictions:
+    def preds(self) -> Predictions:
+        """On the samples that thresholds may see."""
         return self.calibration.predict(self.val)
 
     @cached_property
@@ -68,7 +77,7 @@ class Tuned:
     def _fitter(self, costs: Costs, score: str, objective: str) -> Fitter:
         key = (costs, score, objective)
         if key not in self._fitters:
-            self._fitters[key] = Fitter(self._preds, self.val.labels, costs, score=score, objective=objective)
+            self._fitters[key] = Fitter(self.preds, self.val.labels, costs, score=score, objective=objective)
         return self._fitters[key]
 
     @property

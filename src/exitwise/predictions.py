@@ -142,3 +142,11 @@ class Predictions:
         import torch
 
         return torch.from_numpy(np.stack(arrays))
+
+
+def array_of(name: str, values: Any) -> Array:
+    """What is given as an array: tensors, perhaps on another device and with their graph, need no import for that."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"`{name}` must be an array of numbers: {error}") from None

@@ -18,8 +18,8 @@ from exitwise.commands import FILE_SIZE, calibration_of, costs_for, net_of, pars
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.files import write_json
-from exitwise.fitting import check_request, fit_policy
-from exitwise.methods import NEEDS_DRAWS, OURS, method_named
+from exitwise.fitting import fit_policy
+from exitwise.methods import OURS, method_named
 from exitwise.net import MultiExitNet
 from exitwise.policy_commands import Request, certificate_of, tuned
 from exitwise.preprocessing import Preprocessing
@@ -73,11 +73,9 @@ def classifier_of(run: Run, choice: Choice) -> Classifier:
         budget = "50%"
         print("exitwise: no --budget and none evaluated yet: half of the full cost", file=sys.stderr)
     request = Request(strategy or "auto", score or "confidence", objective, certificate)
-    if request.score == "variance" and not method.has_variance:
-        raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     costs = costs_for(budget, run, trace)
     asked = parse_budget(budget, costs)
-    check_request(costs, asked, request.strategy, request.score)
+    request.check(method, costs, asked)
     made = tuned(run, Tuner(trace), method, certificate)
     calibration, policy = made.calibration, made.policy(costs, asked, request)
     net = own_net_of(run, choice.net)

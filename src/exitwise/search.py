@@ -18,6 +18,7 @@ class Search:
         self._all = np.arange(table.shape[1])
         self._family: dict[float, tuple[Array, float]] = {}
         self._geometric: dict[float, tuple[Array, float]] = {}
+        self._found: dict[tuple[str, float], Array] = {}
         self._paths: dict[str, list[tuple[Array, float, float]]] = {}
 
     def thresholds(self, cuts: Array) -> tuple[float, ...]:
@@ -29,7 +30,11 @@ class Search:
 
     def cuts(self, name: str, budget: float) -> Array:
         """By the paper's family, or the best for a value."""
-        return self._best(name, budget) if name in self._values else self._meeting(budget)[0]
+        if name not in self._values:
+            return self._meeting(budget)[0]
+        if (name, budget) not in self._found:
+            self._found[name, budget] = self._best(name, budget)
+        return self._found[name, budget]
 
     def q(self, budget: float) -> float:
         """Of the paper's family at a budget."""
