@@ -200,7 +200,7 @@ class _Judge:
         public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
         gain = np.zeros_like(right) if public is None else right - public
         drawn = self._bootstrap.means(np.column_stack([gain, table]))
-        means = {name: float(values[0]) for name, values in metrics_of(table.mean(axis=0, keepdims=True)).items()}
+        found = outcomes.metrics(exits)
         intervals = {name: interval(values) for name, values in metrics_of(drawn[:, 1:]).items() if name != "top5"}
         if public is not None:
             intervals["gain"] = interval(drawn[:, 0])
@@ -211,10 +211,8 @@ class _Judge:
             chosen=policy.fit.chosen if policy.fit else None,
             budget=budget,
             val_cost=float(policy.cost or 0.0),
-            test_cost=means["cost"],
-            top1=means["top1"],
-            nlpd=means["nlpd"],
-            ece=means["ece"],
+            test_cost=float(cost.mean()),
+            **{name: found[name] for name in ("top1", "nlpd", "ece")},
             gain=None if public is None else float(gain.mean()),
             gap=policy.fit.gap if policy.fit else None,
             intervals=intervals,

@@ -9,7 +9,7 @@ import numpy as np
 from exitwise.controller import BudgetController
 from exitwise.errors import InputError
 from exitwise.policy import Policy
-from exitwise.predictions import Array, ExitPrediction
+from exitwise.predictions import Array, ExitPrediction, array_of
 from exitwise.preprocessing import Preprocessing
 from exitwise.runtime import engine
 from exitwise.runtime.bundle import Manifest
@@ -107,7 +107,7 @@ class OnnxBackend:
         return self._session.costs.values
 
     def start(self, images: Any) -> State:
-        images = _array(images)
+        images = array_of("images", images)
         if images.ndim == 0 or images.shape[1:] != self._manifest.shape:
             expected = ", ".join(map(str, self._manifest.shape))
             raise InputError(f"`images` must have shape (n, {expected}), but have {images.shape}")
@@ -123,10 +123,10 @@ class OnnxBackend:
         return np.ascontiguousarray(images, dtype=np.float32)
 
     def stack(self, images: Sequence[Any]) -> Array:
-        return np.stack([_array(image) for image in images])
+        return np.stack([array_of("images", image) for image in images])
 
     def kind(self, image: Any) -> str:
-        found = _array(image)
+        found = array_of("images", image)
         if found.shape != self._manifest.shape:
             raise InputError(f"an image must have shape {self._manifest.shape}, but has {found.shape}")
         self._floats(found[None][:0])
@@ -159,14 +159,6 @@ class OnnxBackend:
 
     def length(self, state: State) -> int:
         return len(state[0])
-
-
-def _array(images: Any) -> Array:
-    """What is given as an array: tensors need not be imported for that."""
-    try:
-        return np.asarray(images.detach().cpu() if hasattr(images, "detach") else images)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"`images` must be an array of numbers: {error}") from None
 
 
 def _ends(session: "InferenceSession") -> tuple[Any, Any]:
