@@ -4,8 +4,6 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +13,7 @@ from rich.markup import escape
 import exitwise
 from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, train
 from exitwise.cli_policies import MethodOption, evaluate, policies
+from exitwise.cli_report import report
 from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
@@ -96,7 +95,7 @@ def _options(
     del version
 
 
-for command in (train, collect, evaluate, policies, predict, bench, export):
+for command in (train, collect, evaluate, policies, predict, bench, export, report):
     app.command()(command)
 
 
@@ -110,12 +109,13 @@ def demo(
     import shutil
 
     from exitwise import show, zoo
+    from exitwise.live import status
     from exitwise.run import Run, creating
     from exitwise.tables import study
     from exitwise.trace import Trace
     from exitwise.tune import Tuner
 
-    with creating(out, force) as new, _status("Calibrating by twelve methods"):
+    with creating(out, force) as new, status("Calibrating by twelve methods"):
         for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
             shutil.copyfile(zoo.path(name), new / name)
         trace = Trace.load(new / "trace.safetensors")
@@ -163,10 +163,11 @@ def calibrate(
 ) -> None:
     """Tune temperature and prior variance of every exit on the validation split and save the calibration."""
     from exitwise import show
+    from exitwise.live import status
 
     chosen = method_named(method)
     opened, _, tuner = _open(run, mode, samples, seed, search)
-    with _status(f"Calibrating by {chosen.name}"):
+    with status(f"Calibrating by {chosen.name}"):
         made = tuner.calibrate(chosen)
         vanilla = tuner.calibrate(VANILLA)
     made.save(opened.calibration_file(chosen))
@@ -191,10 +192,11 @@ def ablate(
 ) -> None:
     """Make the paper's twelve-row ablation and its decision experiment."""
     from exitwise import show, zoo
+    from exitwise.live import status
     from exitwise.tables import study
 
     opened, trace, tuner = _open(run, mode, samples, seed, search)
-    with _status("Calibrating by twelve methods"):
+    with status("Calibrating by twelve methods"):
         found = study(trace, tuner, budget_range)
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
@@ -271,16 +273,3 @@ def _open(
     opened = Run(run)
     trace = opened.trace()
     return opened, trace, Tuner(trace, samples, seed, mode, search=search)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _status(message: str) -> Iterator[None]:
-    """A spinner on stderr while something runs, where someone watches."""
-    from exitwise import show
-
-    err = show.console(stderr=True)
-    if not err.is_terminal:
-        yield
-        return
-    with err.status(message):
-        yield

@@ -1,6 +1,6 @@
 """What people see while a net runs over pictures: bars, and a line per epoch of training."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -89,3 +89,14 @@ def bars(of: str = "images") -> Iterator[CollectProgress]:
             shown.update(tasks[name], completed=done)
 
         yield progress
+
+
+@contextmanager
+def status(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something runs, where someone watches; what is given changes its message."""
+    console = show.console(stderr=True)
+    if not console.is_terminal:
+        yield lambda message: None
+        return
+    with console.status(message) as shown:
+        yield shown.update

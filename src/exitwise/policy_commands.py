@@ -96,10 +96,10 @@ def tuned(run: Run, tuner: Tuner, method: Method, certificate: Certificate | Non
     if certificate is None:
         return Tuned(calibration_of(run, tuner, method), tuner.trace.val, None)
     rest, hold = tuner.trace.hold_out(certificate.hold, certificate.seed)
-    return Tuned(_tuner_like(run.calibration(method), rest).calibrate(method), rest.val, hold)
+    return Tuned(tuner_like(run.calibration(method), rest).calibrate(method), rest.val, hold)
 
 
-def _tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
+def tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
     """With the settings of a calibration that the run has, on other samples."""
     if known is None:
         return Tuner(trace)

@@ -125,10 +125,14 @@ def describe(
     model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The contents of run.json."""
-    versions = {"exitwise": exitwise.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
-    versions["python"] = platform.python_version()
     about = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
-    return {**about, **({"training": dict(training)} if training else {}), "versions": versions}
+    return {**about, **({"training": dict(training)} if training else {}), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Of what decides results."""
+    found = {"exitwise": exitwise.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    return {**found, "python": platform.python_version()}
 
 
 @contextmanager

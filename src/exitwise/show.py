@@ -278,7 +278,7 @@ def fitted(policy: Policy) -> str:
         if fit.gap is not None and fit.labelled:
             said.append(f"On samples that they were not fitted on (cross-fitting) {_drop(fit)}.")
     if policy.guarantee is not None:
-        said += _guaranteed(policy.guarantee, policy.unit)
+        said.append(guaranteed(policy.guarantee, policy.unit))
     return "\n" + " ".join(said) if said else ""
 
 
@@ -294,7 +294,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.10g} %"
 
 
-def _guaranteed(made: Guarantee, unit: str) -> list[str]:
+def guaranteed(made: Guarantee, unit: str) -> str:
+    """What a guarantee says."""
     said = [f"Certified on {made.hold:,} samples that nothing else has seen:"]
     if made.budget is not None and made.budget_delta is not None:
         said.append(
@@ -307,7 +308,7 @@ def _guaranteed(made: Guarantee, unit: str) -> list[str]:
             f"with a probability of {_percent(1 - made.risk_delta)} the {word} against the last exit is at most "
             f"{made.epsilon:.2%};"
         )
-    return [*said[:-1], said[-1][:-1] + "."]
+    return " ".join(said)[:-1] + "."
 
 
 _STRATEGY_NAMES = {PUBLIC: "public rule", "label_free": "label-free"}

@@ -1,6 +1,8 @@
 """The paper's tables: the twelve-row ablation and the decision experiment, from a trace."""
 
-from collections.abc import Iterable, Iterator
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from exitwise.tune import Search, Tuner
 
 DECISIONS = "Vanilla predictions, our model decisions"
 OUR_MODEL = "Our model"
+METRICS = {"top1": (100, 2), "top5": (100, 2), "nlpd": (1, 3), "ece": (1, 3)}  # factor and digits in print
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,34 @@ class Table(Result):
     def _records(self) -> list[dict[str, Any]]:
         return [record for row in self.rows for record in row._records()]
 
+    def to_csv(self) -> str:
+        """Every number with its change against the first row; accuracies as fractions."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["method", *METRICS, *(f"{name}_change" for name in METRICS)])
+        for row in self.rows:
+            numbers = [*(getattr(row, name) for name in METRICS), *(row.change[name] for name in METRICS)]
+            writer.writerow([row.method, *(f"{number:.6g}" for number in numbers)])
+        return text.getvalue()
+
+    def to_latex(self) -> str:
+        """A tabular (booktabs) as the paper has it: accuracies in percent, changes against the first row in small."""
+        lines = [r"\begin{tabular}{lrrrr}", r"\toprule", r" & Top-1 & Top-5 & NLPD & ECE \\", r"\midrule"]
+        for number, row in enumerate(self.rows):
+            cells = [_latex_name(row.method)]
+            for name, (factor, digits) in METRICS.items():
+                change = rf" {{\scriptsize ${row.change[name] * factor:+.{digits}f}$}}" if number else ""
+                cells.append(f"{getattr(row, name) * factor:.{digits}f}{change}")
+            lines.append(" & ".join(cells) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_name(method: str) -> str:
+    """T_opt and sigma_opt as symbols."""
+    for word, symbol in (("T_opt", r"$T_\mathrm{opt}$"), ("sigma_opt", r"$\sigma_\mathrm{opt}$")):
+        method = method.replace(word, symbol)
+    return method
+
 
 @dataclass(frozen=True)
 class Study:
@@ -110,19 +141,27 @@ def decision_experiment(
 
 
 def study(
-    trace: Trace, tuner: Tuner, budget_range: tuple[float, float] | None = None, methods: Iterable[str] = METHODS
+    trace: Trace,
+    tuner: Tuner,
+    budget_range: tuple[float, float] | None = None,
+    methods: Iterable[str] = METHODS,
+    calibrations: Mapping[str, Calibration] | None = None,
 ) -> Study:
-    """Calibrate, predict, sweep and evaluate by every method, and make both tables of it."""
+    """Calibrate, predict, sweep and evaluate by every method, and make both tables of it.
+
+    Calibrations that exist already are taken as they are.
+    """
     if trace.test is None:
         raise InputError("the trace has no test split, which the tables are made on")
     low, high = _range(trace, budget_range)
     wanted = list(dict.fromkeys([VANILLA, OURS, *methods]))
     # The widest search first: the others then find their grid points in its tables.
-    calibrations = {name: tuner.calibrate(name) for name in sorted(wanted, key=lambda name: name != OURS)}
+    known = calibrations or {}
+    made = {name: known.get(name) or tuner.calibrate(name) for name in sorted(wanted, key=lambda name: name != OURS)}
     curves: dict[str, BudgetCurve] = {}
     kept: dict[str, Predictions] = {}
     for name in wanted:
-        calibration = calibrations[name]
+        calibration = made[name]
         preds = calibration.predict(trace.test)
         if name in (VANILLA, OURS):
             kept[name] = preds
@@ -136,7 +175,7 @@ def study(
 
     def row(name: str, curve: str, calibration: Calibration | None) -> TableRow:
         mean = curves[curve].mean(low, high)
-        numbers = {key: mean[key] for key in ("top1", "top5", "nlpd", "ece")}
+        numbers = {key: mean[key] for key in METRICS}
         change = {key: value - vanilla[key] for key, value in numbers.items()}
         return TableRow(
             name,
@@ -146,14 +185,14 @@ def study(
             prior_vars=calibration.prior_vars if calibration and calibration.method.laplace else None,
         )
 
-    rows = tuple(row(name, name, calibrations[name]) for name in methods)
+    rows = tuple(row(name, name, made[name]) for name in methods)
     decisions = (
-        row(VANILLA, VANILLA, calibrations[VANILLA]),
+        row(VANILLA, VANILLA, made[VANILLA]),
         row(DECISIONS, DECISIONS, None),
-        row(OUR_MODEL, OURS, calibrations[OURS]),
+        row(OUR_MODEL, OURS, made[OURS]),
     )
     unit = trace.costs.unit
-    return Study(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), calibrations, curves)
+    return Study(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), made, curves)
 
 
 def _range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:

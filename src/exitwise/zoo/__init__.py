@@ -9,6 +9,9 @@ from exitwise.errors import InputError
 NET = "cifar100-msdnet-small"
 _HERE = Path(str(files("exitwise.zoo")))
 
+_DATA_SETS = {"cifar100": "CIFAR-100", "imagenet": "ImageNet", "caltech256": "Caltech-256"}
+SCALES = {"top1": 0.01, "top5": 0.01, "nlpd": 1.0, "ece": 1.0}  # from what is printed to what the library gives
+
 TABLES = tuple(sorted(path.stem for path in (_HERE / "published").glob("*.csv")))
 
 
@@ -28,15 +31,26 @@ def published(table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def published_changes(table: str, preset: str) -> dict[str, dict[str, float]] | None:
-    """Each method's published change against vanilla for one of the paper's nets; accuracies as fractions."""
-    names = {"cifar100": "CIFAR-100", "imagenet": "ImageNet", "caltech256": "Caltech-256"}
+def place(preset: str) -> tuple[str, str] | None:
+    """The paper's names of a net's data set and size, if it is one of the paper's nine nets."""
     data, _, size = preset.rpartition("-")
-    rows = [row for row in published(table) if (row["dataset"], row["size"]) == (names.get(data), size)]
-    if not rows:
-        return None
-    scale = {"top1": 0.01, "top5": 0.01, "nlpd": 1.0, "ece": 1.0}
+    found = (_DATA_SETS.get(data, ""), size)
+    return found if found[0] and size in ("small", "medium", "large") else None
+
+
+def published_rows(table: str, preset: str) -> dict[str, dict[str, float]] | None:
+    """A published table's rows for one of the paper's nets, by method; accuracies as fractions."""
     return {
-        row["method"]: {name: (float(row[name]) - float(rows[0][name])) * factor for name, factor in scale.items()}
-        for row in rows
-    }
+        row["method"]: {name: float(row[name]) * factor for name, factor in SCALES.items()}
+        for row in published(table)
+        if (row["dataset"], row["size"]) == place(preset)
+    } or None
+
+
+def published_changes(table: str, preset: str) -> dict[str, dict[str, float]] | None:
+    """Each method's published change against the table's first, vanilla."""
+    rows = published_rows(table, preset)
+    if rows is None:
+        return None
+    first = next(iter(rows.values()))
+    return {method: {name: row[name] - first[name] for name in row} for method, row in rows.items()}

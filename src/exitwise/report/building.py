@@ -1,0 +1,275 @@
+"""Everything that the report shows, computed by the library's own functions and kept as plain data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from exitwise import zoo
+from exitwise.bootstrap import LEVEL, Bootstrap
+from exitwise.calibration import Calibration
+from exitwise.cost import laplace_macs, naive_laplace_macs
+from exitwise.costs import Costs
+from exitwise.errors import InputError
+from exitwise.evaluation import BudgetCurve, budget_curve
+from exitwise.history import History
+from exitwise.methods import METHODS, OURS, VANILLA, Method, method_named
+from exitwise.policy_commands import Request, Tuned, tuned, tuner_like
+from exitwise.predictions import Array
+from exitwise.report import published, uncertainty
+from exitwise.report.explorer import explore, grid
+from exitwise.report.origins import origin_of_net, origin_of_page, origin_of_report
+from exitwise.report.pictures import Sheet, missing, sheet
+from exitwise.report.sides import Side
+from exitwise.results import plain
+from exitwise.run import Run
+from exitwise.show import guaranteed
+from exitwise.tables import DECISIONS, METRICS, OUR_MODEL, Study, Table, study
+from exitwise.trace import Split, Trace
+from exitwise.tune import Tuner
+
+FORMAT, VERSION = "exitwise.report", 1
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be reported."""
+
+    method: str = OURS
+    budget: float | None = None  # in the unit of `unit`; the run's own policy's, or half of the last exit's cost
+    unit: str = "MACs"
+    root: Path | None = None  # of the pictures, instead of the run's
+    against: Sequence[Path] = ()
+    command: str = ""  # that made the report, to be printed on it
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The data of a page, and the sheet of pictures where there is one."""
+
+    data: dict[str, Any]
+    sheet: Sheet | None = None
+
+    @property
+    def live(self) -> bool:
+        return bool(self.data.get("live"))
+
+
+def build(run: Run, order: Order, known: Study | None = None, progress: Progress = lambda step: None) -> Report:
+    """The report of a run that has a trace with a test split; `known` is a study of it that exists already."""
+    trace = run.trace()
+    if trace.test is None:
+        raise InputError(f"the trace of {run.directory} has no test split to report on")
+    method = method_named(order.method)
+    tuner = tuner_like(run.calibration(method), trace)
+    progress("calibrating by twelve methods")
+    found = known or study(trace, tuner, calibrations=_saved(run, tuner, method))
+    tuned_by = {
+        name: found.calibrations[name] if name in found.calibrations else tuned(run, tuner, each, None).calibration
+        for name, each in ((VANILLA, method_named(VANILLA)), (method.name, method))
+    }
+    vanilla, ours = (Side.of(Tuned(made, trace.val, None), trace.test) for made in tuned_by.values())
+    points = uncertainty.sample(len(trace.test))
+    bootstrap = Bootstrap(len(trace.test))
+    explorers = []
+    for costs, chosen in _units(run, trace, order):
+        progress(f"fitting thresholds for budgets in {costs.unit}")
+        explorers.append(explore(vanilla, ours, costs, chosen, bootstrap, points))
+    progress("drawing")
+    pictures, note = _sheet(run, order.root, trace.test, points)
+    preset = str((trace.model or {}).get("preset", ""))
+    others = [_other(Run(place), order.method, explorers[0]["unit"]) for place in order.against]
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "net": {
+            "run": run.directory.resolve().name,
+            "name": preset or "your own net",
+            "data": run.about["data"]["name"],
+            "exits": trace.num_exits,
+            "classes": trace.num_classes,
+            "samples": len(trace.test),
+            "level": LEVEL,
+        },
+        "method": method.name,
+        "classes": list(trace.classes) if trace.classes else [f"class {i}" for i in range(trace.num_classes)],
+        "explorers": explorers,
+        "others": others,
+        "curves": [_curve(name, found.curves[name]) for name in METHODS],
+        "published": published.curves(preset),
+        "uncertainty": {
+            "vanilla": uncertainty.of_exits(vanilla, trace.num_classes),
+            "ours": uncertainty.of_exits(ours, trace.num_classes),
+        },
+        "points": {
+            "index": _index(trace.test, points),
+            "label": trace.test.labels[points].tolist(),
+            "vanilla": uncertainty.said(vanilla, points),
+            "ours": uncertainty.said(ours, points),
+        },
+        "galleries": uncertainty.galleries(ours, trace.num_classes, points),
+        "pictures": None if pictures is None else pictures.shape,
+        "pictures_note": note,
+        "tables": [
+            _table("ablation", "Ablation", found.ablation, preset),
+            _table("decision_experiment", "Decision experiment", found.decisions, preset),
+        ],
+        "decisions": [
+            _curve(name, found.curves[key])
+            for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
+        ],
+        "laplace_costs": [*_laplace_costs(trace), *published.laplace_costs()],
+        "training": _training(run),
+        "guarantee": _guarantee(run),
+        "made": origin_of_report(run, trace, ours.tuned.calibration, order.command),
+    }
+    return Report(plain(data), pictures)
+
+
+def training_report(run: Run, live: bool, command: str = "") -> Report:
+    """The report of a run that is still being trained, or has no trace yet."""
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "live": live,
+        "net": {
+            "run": run.directory.resolve().name,
+            "name": str(run.about["model"].get("preset", "your own net")),
+            "data": run.about["data"]["name"],
+        },
+        "training": _training(run) or {"epochs": [], "of": _epochs(run)},
+        "made": [*origin_of_net(run), *origin_of_page(command)],
+    }
+    return Report(plain(data))
+
+
+def _saved(run: Run, tuner: Tuner, method: Method) -> dict[str, Calibration]:
+    """Calibrations that the run has, made by the same settings as the one by `method`."""
+    chosen = run.calibration(method)
+    found = {name: run.calibration(each) for name, each in METHODS.items()} if chosen else {}
+    return {
+        name: made
+        for name, made in found.items()
+        if made is not None
+        and chosen is not None
+        and made.belongs_to(tuner.trace)
+        and (made.mode, made.settings) == (chosen.mode, chosen.settings)
+    }
+
+
+def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
+    """Costs in each unit that the run knows, with the budget that the page opens at; the asked unit first."""
+    known = [trace.costs]
+    if trace.costs.unit != "ms" and run.bench_file.is_file():
+        known.append(run.measured_costs())
+    policy = run.policy()
+    budget, unit = order.budget, order.unit
+    if budget is None and policy is not None and policy.unit in [costs.unit for costs in known]:
+        budget, unit = policy.budget, policy.unit
+    found: list[tuple[Costs, float]] = []
+    for costs in known:
+        low, high = costs.values[0], costs.values[-1]
+        if budget is not None and unit == costs.unit:
+            costs.check_budget(budget)
+            found.insert(0, (costs, budget))
+        else:
+            share = 0.5 if budget is None else budget / next(c.values[-1] for c in known if c.unit == unit)
+            found.append((costs, min(max(share * high, low), high)))
+    return found
+
+
+def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[Sheet | None, str | None]:
+    """The pictures, or why there are none; a folder that the user names must have them."""
+    try:
+        return sheet(run, root, test, torch.as_tensor(points)), None
+    except InputError as error:
+        if root is not None:
+            raise
+        return None, missing(run, error)
+
+
+def _other(run: Run, method: str, unit: str) -> dict[str, Any]:
+    """Curves of another run: plain and calibrated, over its own range of costs."""
+    trace = run.trace()
+    if trace.test is None:
+        raise InputError(f"the trace of {run.directory} has no test split to compare on")
+    costs = run.measured_costs() if unit == "ms" and trace.costs.unit != "ms" else trace.costs
+    if costs.unit != unit:
+        raise InputError(f"the costs of {run.directory} are in {costs.unit}, not in {unit}")
+    name = str((trace.model or {}).get("preset", run.directory.name))
+    tuner = tuner_like(run.calibration(method_named(method)), trace)
+    budgets = grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
+    curves = []
+    for each in dict.fromkeys((VANILLA, method)):
+        made = tuned(run, tuner, method_named(each), None)
+        policies = [made.policy(costs, budget, Request()) for budget in budgets]
+        preds = made.calibration.predict(trace.test)
+        curves.append(_curve(each, budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)))
+    return {"name": f"{run.directory.resolve().name} ({name})", "unit": unit, "curves": curves}
+
+
+def _curve(name: str, curve: BudgetCurve) -> dict[str, Any]:
+    """{name, metrics: {metric: [[cost, value], ...]}}, by cost."""
+    points = sorted(curve, key=lambda point: point.cost)
+    return {"name": name, "metrics": {m: [[point.cost, getattr(point, m)] for point in points] for m in METRICS}}
+
+
+def _index(test: Split, points: Array) -> list[int]:
+    found: list[int] = (points if test.index is None else test.index[points]).tolist()
+    return found
+
+
+def _table(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
+    """A table with what the paper printed beside it, also as CSV and LaTeX."""
+    changes = zoo.published_changes(name, preset) or {}
+    numbers = zoo.published_rows(name, preset) or {}
+    rows = [
+        {
+            "method": row.method,
+            "metrics": {m: getattr(row, m) for m in METRICS},
+            "change": row.change,
+            "published": numbers.get(row.method),
+            "published_change": changes.get(row.method),
+        }
+        for row in table
+    ]
+    texts = {"csv": table.to_csv(), "latex": table.to_latex()}
+    return {"name": name, "title": title, "range": list(table.budget_range), "unit": table.unit, "rows": rows, **texts}
+
+
+def _laplace_costs(trace: Trace) -> list[dict[str, Any]]:
+    """The cost of Laplace at every exit of this net, each method paying at every exit on the way."""
+    if trace.costs.unit != "MACs":
+        return []
+    c, vanilla = trace.num_classes, list(trace.costs.values)
+    widths = [head.weight.shape[1] for head in trace.heads]
+    bars: dict[str, list[float]] = {"vanilla": vanilla}
+    for name, of in (("efficient", laplace_macs), ("naive", naive_laplace_macs)):
+        passed = numpy.cumsum([of(p, c) for p in widths])
+        bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, passed, strict=True)]
+    return [{"name": "this net", "own": True, **bars}]
+
+
+def _epochs(run: Run) -> int | None:
+    recipe = (run.about.get("training") or {}).get("recipe") or {}
+    epochs = recipe.get("epochs")
+    return epochs if isinstance(epochs, int) else None
+
+
+def _training(run: Run) -> dict[str, Any] | None:
+    file = run.directory / "history.csv"
+    if not file.is_file():
+        return None
+    history = History.load(file)
+    best = history.best.epoch if history.epochs else None
+    return {**history.to_dict(), "of": _epochs(run), "best": best}
+
+
+def _guarantee(run: Run) -> str | None:
+    """What the run's policy guarantees, in words."""
+    policy = run.policy()
+    return None if policy is None or policy.guarantee is None else guaranteed(policy.guarantee, policy.unit)

@@ -1,0 +1,52 @@
+"""What the report sets side by side: the plain net and the calibrated one, on the same test samples. NumPy alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exitwise.evaluation import Outcomes
+from exitwise.metrics import BINS, bin_of
+from exitwise.policy_commands import Tuned
+from exitwise.predictions import Array, Predictions
+from exitwise.scores import scores
+from exitwise.trace import Split
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """What every exit says of every test sample, and what came of it; all arrays (K, n)."""
+
+    name: str
+    tuned: Tuned
+    preds: Predictions
+    labels: Array
+    outcomes: Outcomes
+
+    @classmethod
+    def of(cls, tuned: Tuned, test: Split) -> "Side":
+        preds, labels = tuned.calibration.predict(test), test.labels.numpy()
+        return cls(tuned.calibration.method.name, tuned, preds, labels, Outcomes.of(preds, labels))
+
+    @property
+    def entropy(self) -> Array:
+        """The uncertainty of the paper's plots."""
+        return np.maximum(-scores(self.preds, "entropy"), 0).astype(np.float32)
+
+    @property
+    def error(self) -> Array:
+        """1 - p(true label)."""
+        return 1 - np.exp(self.outcomes.log_true)
+
+    @property
+    def right(self) -> Array:
+        return np.asarray(self.outcomes.rank == 0)
+
+
+def reliability(confidence: Array, right: Array) -> dict[str, Any]:
+    """Of samples (n,): how many fall into each bin of confidence, and their mean confidence and accuracy there."""
+    bins = bin_of(confidence)
+    count = np.bincount(bins, minlength=BINS)
+    sums = (np.bincount(bins, weights=values, minlength=BINS) for values in (confidence, right))
+    means = [[round(float(s / n), 6) if n else None for s, n in zip(sum_, count, strict=True)] for sum_ in sums]
+    return {"count": count.tolist(), "confidence": means[0], "accuracy": means[1]}
