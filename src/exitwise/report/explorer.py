@@ -14,7 +14,7 @@ from exitwise.predictions import Array
 from exitwise.report.sides import Side, reliability
 
 STEPS = 41  # of the slider
-SHOWN = 24  # samples in a gallery
+SHOWN = 12  # samples in a gallery
 
 
 def grid(costs: Costs, chosen: float) -> list[float]:

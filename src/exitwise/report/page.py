@@ -1,6 +1,7 @@
 """The page: one file with its data, scripts, styles and pictures inside, which needs neither network nor server."""
 
 import json
+import re
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -24,12 +25,8 @@ def render(report: Report) -> str:
         "script": "\n".join(_asset(name) for name in ("chart.js", "page.js")),
         "pictures": pictures,
     }
-    page = _asset("page.html")
-    for name, text in parts.items():
-        before, after = page.split(f"{{{{{name}}}}}")
-        parts[name] = before + text
-        page = after
-    return "".join([*parts.values(), page])
+    # In one pass: what is put in is never looked through for places to put things.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def write(report: Report, path: Path) -> None:
