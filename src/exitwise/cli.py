@@ -13,7 +13,7 @@ from rich.markup import escape
 import exitwise
 from exitwise.cli_net import Force, Json, RunArgument, collect, print_json, train
 from exitwise.cli_policies import MethodOption, evaluate, policies
-from exitwise.cli_report import report
+from exitwise.cli_report import command_line, report
 from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
@@ -105,11 +105,13 @@ def demo(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the shipped CIFAR-100 net to a run, calibrate it by all twelve methods and print the paper's ablation."""
+    """Copy the shipped CIFAR-100 net to a run, calibrate it by all twelve methods, and write a report to look at."""
     import shutil
 
     from exitwise import show, zoo
     from exitwise.live import status
+    from exitwise.report.building import Order, build
+    from exitwise.report.page import write as write_report
     from exitwise.run import Run, creating
     from exitwise.tables import study
     from exitwise.trace import Trace
@@ -124,8 +126,13 @@ def demo(
         for calibration in found.calibrations.values():
             calibration.save(run.calibration_file(calibration.method))
         run.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+    page = out / "report.html"
+    with status("Writing the report"):
+        write_report(build(Run(out), Order(command=command_line()), found), page)
     if as_json:
-        return print_json(run=str(out), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
+        return print_json(
+            run=str(out), report=str(page), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict()
+        )
     out_console = show.console()
     published = zoo.published_changes("ablation", "cifar100-small")
     costs = trace.costs.values
@@ -138,6 +145,7 @@ def demo(
     out_console.print("\n" + show.summary(found.ablation))
     place = escape(str(out))  # brackets in a path are no markup
     out_console.print(
+        f"\n[bold]Look at it: open {escape(str(page))} in a browser.[/bold]\n"
         f"\nThe run is in [bold]{place}[/bold]. What to try next:\n"
         f"  exitwise evaluate {place} --budget 50%    [dim]what half of the cost buys[/dim]\n"
         f"  exitwise policies {place}    [dim]every way to choose thresholds, with intervals[/dim]\n"
@@ -145,7 +153,8 @@ def demo(
         f"  exitwise bench {place}    [dim]what that saves on this machine[/dim]\n"
         f"  exitwise ablate {place}    [dim]with the decision experiment[/dim]\n"
         f"  exitwise calibrate {place} --search continuous\n"
-        f"  exitwise cost cifar100-small    [dim]what each exit costs[/dim]\n",
+        f"  exitwise cost cifar100-small    [dim]what each exit costs[/dim]\n"
+        f"  exitwise report {place} --root CIFAR100_DIR    [dim]the report with its pictures[/dim]\n",
         soft_wrap=True,
     )
     return None

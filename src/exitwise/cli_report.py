@@ -13,6 +13,11 @@ from exitwise.errors import InputError
 from exitwise.methods import OURS, method_named
 
 
+def command_line() -> str:
+    """What the user typed."""
+    return shlex.join(["exitwise", *sys.argv[1:]])
+
+
 def report(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="Where to write the page; report.html in the run.")] = None,
@@ -45,7 +50,7 @@ def report(
     place = out or run / "report.html"
     if place.is_dir():
         raise InputError(f"`--out` must name a file, but {place} is a folder")
-    command = shlex.join(["exitwise", *sys.argv[1:]])
+    command = command_line()
     if live:
         from exitwise.report.watching import watch
 

@@ -80,9 +80,13 @@ def _figures(report: Report) -> Iterator[tuple[str, "Figure"]]:
         yield "entropy-correct-wrong", uncertainty.right_and_wrong(data)
         yield "reliability", uncertainty.reliability(data)
         yield "decisions", curves.decisions(data)
-        for own in (bars for bars in data["laplace_costs"] if bars.get("own")):
-            yield "laplace-cost", curves.laplace(own)
-        yield "laplace-cost-published", curves.laplace_published(data)
+        own, paper = (
+            [bars for bars in data["laplace_costs"] if bool(bars.get("own")) is which] for which in (True, False)
+        )
+        if own:
+            yield "laplace-cost", curves.laplace(own[0])
+        if paper:
+            yield "laplace-cost-published", curves.laplace_published(paper)
         rows = uncertainty.gallery_rows(data)
         if report.sheet is not None and rows:
             yield "galleries", uncertainty.galleries(data, report.sheet.pixels.numpy(), rows)

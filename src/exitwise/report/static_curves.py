@@ -61,7 +61,7 @@ def _published(curves: Sequence[Data]) -> Iterator[_Curve]:
 def _others(runs: Sequence[Data]) -> Iterator[_Curve]:
     for i, run in enumerate(runs):
         for j, curve in enumerate(run["curves"]):
-            label = f"run {written(run['name'], 30)}: {'calibrated' if j else 'vanilla'}"
+            label = f"run {written(run['name'], 7, 120)}: {'calibrated' if j else 'vanilla'}"
             style = {"color": MORE[i % len(MORE)], "linestyle": "-" if j else "--", "linewidth": 1, "label": label}
             yield curve["metrics"], style
 
@@ -91,10 +91,10 @@ def _four(unit: str, lines: int) -> tuple[Figure, dict[str, Axes]]:
 
 
 def _line(axes: Axes, metric: str, points: Sequence[Sequence[float | None]], factor: float, **style: Any) -> None:
-    """A curve of pairs (cost, value); a lone one is a mark."""
+    """A curve of pairs (cost, value); a mark where they all cost the same."""
     if points:
         x, y = np.array(points, dtype=float).T
-        mark = {"marker": "o", "markersize": 4} if len(points) == 1 else {}
+        mark = {"marker": "o", "markersize": 4} if x.min() == x.max() else {}
         axes.plot(x / factor, METRICS[metric][0] * y, **{**mark, **style})
 
 
@@ -102,8 +102,8 @@ def _interval(axes: Axes, metric: str, walked: Sequence[Data], factor: float, co
     low, high = METRICS[metric][0] * np.array([at["intervals"][metric] for at in walked], dtype=float).T
     costs = np.array([at["cost"] for at in walked]) / factor
     axes.fill_between(costs, low, high, color=colour, alpha=0.18, linewidth=0)
-    if len(walked) == 1:
-        axes.vlines(costs, low, high, color=colour, linewidth=0.8)
+    if costs[0] == costs[-1]:
+        axes.vlines(costs[0], low[0], high[0], color=colour, alpha=0.3, linewidth=4, zorder=1)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -122,16 +122,19 @@ def laplace(bars: Data) -> Figure:
     for side, kind in ((-1, "efficient"), (1, "naive")):
         more = 100 * (np.array(bars[kind]) / np.array(bars["vanilla"]) - 1)
         made = ratios.bar(exits + 0.19 * side, more, width=0.36, color=_LAPLACE[kind])
-        ratios.bar_label(made, fmt="%.1f", rotation=90, padding=2, fontsize=6)
+        ratios.bar_label(made, fmt=_short, rotation=90, padding=2, fontsize=6)
     ratios.margins(y=0.15)
     ratios.set(xlabel="exit", ylabel="more than vanilla, %", xticks=exits)
     legend(figure, costs, 3)
     return figure
 
 
-def laplace_published(data: Data) -> Figure:
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def laplace_published(nets: Sequence[Data]) -> Figure:
     """The same of the paper's nets."""
-    nets = [bars for bars in data["laplace_costs"] if not bars.get("own")]
     figure, made = panels(ceil(len(nets) / 3), 3, 7, 5.6)
     for axes, bars in zip(made.flat, nets, strict=True):
         factor, unit = scale("MACs", bars["naive"][-1])
@@ -168,6 +171,6 @@ def training(history: Data) -> Figure:
     accuracies.plot(best, tops[numbers.index(best), -1], "*", color=SIDES["vanilla"], markersize=9, label="kept")
     for axes, label in ((losses, "loss, summed over the exits"), (accuracies, "validation top-1 %")):
         axes.set(xlabel="epoch", ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.legend()
     return figure

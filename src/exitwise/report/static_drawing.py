@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ft2font import FT2Font
+from matplotlib.textpath import text_to_path
 
 from exitwise.predictions import Array
 
@@ -51,12 +52,21 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
     return next(((factor, word) for factor, word in words.items() if largest >= factor), (1.0, unit))
 
 
-def written(text: str, room: int) -> str:
-    """On one line, in letters that the font has, and short enough."""
-    letters = [c if c.isprintable() and _font().get_char_index(ord(c)) else "?" for c in " ".join(text.split())]
-    return "".join(letters if len(letters) <= room else [*letters[: room - 1], "…"])
+def written(text: str, size: float, width: float) -> str:
+    """On one line, in letters that the font has, and no wider than so many points."""
+    line = " ".join(text.split())[:200]
+    plain = [c if c.isprintable() and _font().get_char_index(ord(c)) else "?" for c in line]
+    said, kept = "".join(plain), len(plain)
+    while kept and text_to_path.get_text_width_height_descent(said, _face(size), False)[0] > width:
+        kept -= 1
+        said = "".join(plain[:kept]).rstrip() + "…"
+    return said
+
+
+def _face(size: float) -> FontProperties:
+    return FontProperties(family="DejaVu Sans", size=size)  # it comes with matplotlib
 
 
 @cache
 def _font() -> FT2Font:
-    return get_font(findfont(FontProperties(family="DejaVu Sans")))  # it comes with matplotlib
+    return get_font(findfont(_face(10)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -19,6 +19,7 @@ _CORNERS = {
     "hard": (0.96, 0.97, "right", "top"),
     "easy": (0.2, 0.02, "left", "bottom"),
 }
+_GREYS = LinearSegmentedColormap.from_list("greys", ("white", "0.55"))
 _SHOWN = 8  # pictures in a row
 
 
@@ -66,7 +67,7 @@ def _scatter(axes: Axes, density: Sequence[Sequence[int]], most: float) -> None:
     """The density of all samples, and where which kind of them is."""
     counts = np.array(density).T
     norm = PowerNorm(0.35, vmin=0, vmax=counts.max())
-    axes.imshow(counts, extent=(0, most, 0, 1), origin="lower", aspect="auto", cmap="Greys", norm=norm)
+    axes.imshow(counts, extent=(0, most, 0, 1), origin="lower", aspect="auto", cmap=_GREYS, norm=norm)
     axes.axhline(0.5, color="0.4", linewidth=0.5, linestyle=":")
     axes.axvline(most / 2, color="0.4", linewidth=0.5, linestyle=":")
     for name, (x, y, ha, va) in _CORNERS.items():
@@ -77,8 +78,9 @@ def _scatter(axes: Axes, density: Sequence[Sequence[int]], most: float) -> None:
 def _points(axes: Axes, said: Data, labels: Sequence[int], k: int) -> None:
     entropy, error = (np.array(said[name][k]) / 1000 for name in ("entropy", "error"))
     right = np.array(said["predicted"][k]) == np.array(labels)
+    size = 1.6 if len(labels) > 1000 else 2.6
+    style: dict[str, Any] = {"markersize": size, "markeredgewidth": 0, "alpha": 0.6, "rasterized": True}
     for (name, mark), which in zip(_MARKS.items(), (right, ~right), strict=True):
-        style: dict[str, Any] = {"markersize": 1.6, "markeredgewidth": 0, "alpha": 0.6, "rasterized": True}
         axes.plot(entropy[which], error[which], linestyle="none", marker=mark, color=OUTCOMES[name], **style)
 
 
@@ -163,8 +165,8 @@ def galleries(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> F
         for i, axes in zip(shown, row, strict=False):
             k = ord(taken[i]) - ord("0")
             true, predicted = points["label"][i], points["ours"]["predicted"][k][i]
-            words = f"true: {written(classes[true], 14)}\nsaid: {written(classes[predicted], 14)}\nexit {k + 1}"
-            axes.set_title(words, fontsize=6, loc="left", pad=3)
+            words = (f"true: {classes[true]}", f"said: {classes[predicted]}", f"exit {k + 1}")
+            axes.set_title("\n".join(written(line, 6, 66) for line in words), fontsize=6, loc="left", pad=3)
             _picture(axes, pixels[i], OUTCOMES["correct" if true == predicted else "misclassified"])
         for axes in row[len(shown) :]:
             axes.set_axis_off()

@@ -70,7 +70,7 @@ function headline() {
       many ? `Stopping at its first exit costs ${amount(costs[0], unit)} per sample, at its last ${amount(costs.at(-1), unit)}. ` : `It costs ${amount(costs[0], unit)} per sample. `,
       `Its confidence decides where a sample leaves; calibrated by ${data.method}, that confidence can be believed. Nothing was trained for it.`),
     lead, cards,
-    data.guarantee ? html("p", { class: "note" }, `The run's policy is guaranteed. ${data.guarantee}`) : null,
+    data.guarantee ? html("p", { class: "note" }, `The run's own policy has a guarantee, those of this page have none. ${data.guarantee}`) : null,
     html("p", { class: "soft small" }, `Measured on ${grouped(net.samples)} test samples that nothing was fitted on. Intervals are ${percent(net.level, 0)} bootstrap intervals.`));
   const range2 = (name, [low, high]) => `${metric(name, low)} to ${metric(name, high)}`;
   const signed2 = (name, [low, high]) => `${signed(name, low)} to ${signed(name, high)}`;
