@@ -28,7 +28,15 @@ from exitwise.run import Run, describe
 NAMES = ("$a_b$", "<b>_{x}^2$ & \\frac", "😀 中 🦊", "W" * 60, "two\nlines\x00\ud800")
 TRAINING = {
     "epochs": [
-        {"epoch": i, "train_loss": 9.0 / i if i != 2 else None, "val_loss": 8.0 / i, "val_top1": [0.1 * i, 0.12 * i]}
+        {
+            "epoch": i,
+            "lr": 0.1,
+            "train_loss": 9.0 / i if i != 2 else None,
+            "val_loss": 8.0 / i,
+            "val_top1": [0.1 * i, 0.12 * i],
+            "images_per_second": 90.0,
+            "seconds": 2.0,
+        }
         for i in range(1, 6)
     ],
     "of": 5,
@@ -181,10 +189,11 @@ def test_pictures_say_what_the_net_said_where_it_stopped(small: Report) -> None:
         figure = static_uncertainty.galleries(small.data, small.sheet.pixels.numpy(), rows)
         figure.draw_without_rendering()
     panels = np.reshape(np.array(figure.axes), (len(rows), 8))
-    for row, shown in zip(panels, rows.values(), strict=True):
+    for row, (name, shown) in zip(panels, rows.items(), strict=True):
         for axes, i in zip(row, shown, strict=False):
             k = int(explorer["exits"]["ours"][explorer["chosen"]][i])
-            labels = points["label"][i], points["ours"]["predicted"][k][i]
+            asked = k if name in ("saved", "lost") else small.data["net"]["exits"] - 1
+            labels = points["label"][i], points["ours"]["predicted"][asked][i]
             words = [written(f"{what}: {NAMES[c]}", 6, 66) for what, c in zip(("true", "said"), labels, strict=True)]
             assert axes.get_title("left").split("\n") == [*words, f"exit {k + 1}"]
             np.testing.assert_array_equal(axes.images[0].get_array(), small.sheet.pixels[i].permute(1, 2, 0).numpy())

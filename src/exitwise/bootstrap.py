@@ -18,6 +18,16 @@ class Bootstrap:
     def __init__(self, samples: int, repeats: int = 1000, seed: int = 0) -> None:
         self._samples, self._repeats, self._seed = samples, repeats, seed
 
+    def metrics(self, columns: Array) -> dict[str, Array]:
+        """(R,) each metric over each draw, from what `columns` gives.
+
+        Noise adds to an ECE, in a draw once more than in the samples themselves: its values are moved to have the
+        samples' own as their mean.
+        """
+        drawn = _metrics(self.means(columns))
+        own = _metrics(columns.mean(axis=0, keepdims=True))["ece"]
+        return {**drawn, "ece": np.maximum(drawn["ece"] - drawn["ece"].mean() + own, 0)}
+
     def means(self, columns: Array) -> Array:
         """(R, m) means of columns (n, m) over each of R draws of n samples."""
         table = np.ascontiguousarray(columns, dtype=np.float32)
@@ -47,7 +57,7 @@ def columns(outcomes: Outcomes, exits: Array, costs: Array) -> Array:
     return np.column_stack([costs[exits], rank == 0, rank < TOP, -outcomes.log_true[at], gaps])
 
 
-def metrics_of(means: Array) -> dict[str, Array]:
+def _metrics(means: Array) -> dict[str, Array]:
     """(R,) each metric, from means (R, 4 + bins) of such columns."""
     return {**dict(zip(_MEANS, means.T, strict=False)), "ece": np.abs(means[:, len(_MEANS) :]).sum(axis=1)}
 

@@ -43,6 +43,7 @@ def report(
     from exitwise import commands
     from exitwise.live import status
     from exitwise.report import building, page
+    from exitwise.report.static import check, write
     from exitwise.run import Run
 
     method_named(method)
@@ -50,14 +51,19 @@ def report(
     place = out or run / "report.html"
     if place.is_dir():
         raise InputError(f"`--out` must name a file, but {place} is a folder")
+    if static is not None:
+        check(static)
     command = command_line()
     if live:
         from exitwise.report.watching import watch
 
         watch(opened, place, command)
     if not opened.trace_file.is_file() and (opened.directory / "history.csv").is_file():
-        page.write(building.training_report(opened, live=False, command=command), place)
-        return _told(place, None, as_json, f"exitwise collect {shlex.quote(str(run))}")
+        made = building.training_report(opened, live=False, command=command)
+        page.write(made, place)
+        if static is not None:
+            write(made, static)
+        return _told(place, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
     trace = opened.trace()
     amount, unit = None, "MACs"
     if budget is not None:
@@ -69,8 +75,6 @@ def report(
         made = building.build(opened, order, progress=step)
         page.write(made, place)
         if static is not None:
-            from exitwise.report.static import write
-
             step("drawing figures for papers")
             write(made, static)
     return _told(place, static, as_json)

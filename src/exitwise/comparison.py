@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from exitwise import policy_commands
-from exitwise.bootstrap import Bootstrap, columns, interval, metrics_of
+from exitwise.bootstrap import Bootstrap, columns, interval
 from exitwise.certificates import Certificate, NotCertifiedError
 from exitwise.costs import Costs
 from exitwise.errors import InputError
@@ -199,11 +199,11 @@ class _Judge:
         cost, right = table[:, 0], table[:, 1]
         public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
         gain = np.zeros_like(right) if public is None else right - public
-        drawn = self._bootstrap.means(np.column_stack([gain, table]))
         found = outcomes.metrics(exits)
-        intervals = {name: interval(values) for name, values in metrics_of(drawn[:, 1:]).items() if name != "top5"}
+        drawn = self._bootstrap.metrics(table)
+        intervals = {name: interval(values) for name, values in drawn.items() if name != "top5"}
         if public is not None:
-            intervals["gain"] = interval(drawn[:, 0])
+            intervals["gain"] = interval(self._bootstrap.means(gain[:, None])[:, 0])
         return PolicyRow(
             method=method,
             score=policy.score,

@@ -2,12 +2,16 @@
 
 import csv
 import io
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exitwise.errors import InputError
 from exitwise.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class History:
     def to_dict(self) -> dict[str, Any]:
         return {"epochs": [asdict(epoch) for epoch in self.epochs]}
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "History":
+        """What `to_dict` gave."""
+        return cls(tuple(map(Epoch.from_dict, data["epochs"])))
+
     def save(self, path: Path) -> None:
         """A CSV file with a column per exit."""
         text = io.StringIO()
@@ -68,7 +77,13 @@ class History:
             raise InputError(f"{path} is not a training's history: {error}") from None
 
     def plot(self, path: Path) -> None:
-        """Losses and accuracies over the epochs, as a PNG, SVG or PDF file."""
+        """The figure as a PNG, SVG or PDF file."""
+        figure = self.figure()
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+
+    def figure(self) -> "Figure":
+        """Losses and accuracies over the epochs."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -89,9 +104,8 @@ class History:
         for axes in (losses, accuracies):
             axes.legend(frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        return figure
 
 
 def _epoch(row: dict[str, str]) -> Epoch:

@@ -65,6 +65,8 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to report on")
     method = method_named(order.method)
+    if method.name == VANILLA:
+        raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
     tuner = tuner_like(run.calibration(method), trace)
     progress("calibrating by twelve methods")
     found = known or study(trace, tuner, calibrations=_saved(run, tuner, method))

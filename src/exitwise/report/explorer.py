@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.bootstrap import Bootstrap, columns, interval, metrics_of
+from exitwise.bootstrap import Bootstrap, columns, interval
 from exitwise.costs import Costs
 from exitwise.evaluation import budget_curve
 from exitwise.policy import Policy, written
@@ -33,7 +33,7 @@ def explore(
     before, after = sides = [_Walk(side, costs, budgets) for side in (vanilla, ours)]
     steps = []
     for i, budget in enumerate(budgets):
-        drawn = [metrics_of(bootstrap.means(walk.columns(i))) for walk in sides]
+        drawn = [bootstrap.metrics(walk.columns(i)) for walk in sides]
         both = [walk.step(i, found) for walk, found in zip(sides, drawn, strict=True)]
         change = {name: _rounded(interval(drawn[1][name] - drawn[0][name])) for name in drawn[0]}
         steps.append(

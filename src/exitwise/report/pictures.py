@@ -1,6 +1,7 @@
 """The pictures behind the points, in one sheet that fits into the page."""
 
 import io
+import shlex
 from base64 import b64encode
 from dataclasses import dataclass
 from math import ceil
@@ -17,8 +18,12 @@ from exitwise.trace import Split
 
 _LARGEST = 3_500_000  # bytes of a sheet; a page may have 8 MB, and base64 adds a third
 _SIDES = (96, 64, 48, 32)  # of a picture in the sheet, if the larger ones take too much
+_QUALITIES = (85, 60, 40, 20)  # of JPEG, if even the smallest do
 _PLAIN = 500_000  # pixels that a sheet without loss may have
-_QUALITY = 85
+
+
+class OtherPicturesError(InputError):
+    """The run's data set is not where it was looked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,37 +56,44 @@ def sheet(run: Run, root: Path | None, test: Split, points: Tensor) -> Sheet:
         raise InputError("pictures need Pillow: pip install 'exitwise[report]'") from None
     if test.index is None:
         raise InputError("the trace does not say where its samples lie in the data set")
-    found = pictures(run, root).test
+    try:
+        found = pictures(run, root).test
+    except InputError as error:
+        raise OtherPicturesError(str(error)) from None
     places = {position: place for place, position in enumerate(found.index.tolist())}
     wanted = [places.get(position, -1) for position in test.index[points].tolist()]
     positions = torch.tensor(wanted, dtype=torch.int64)
     if -1 in wanted or not torch.equal(found.labels[positions], test.labels[points]):
-        raise InputError("its test pictures are not those that the run was made with")
+        where = root or run.about["data"].get("root") or run.about["data"]["name"]
+        raise OtherPicturesError(f"the test pictures in {where} are not those that the run was made with")
     return _fitted(found.pixels_of(positions, None, None))
 
 
 def missing(run: Run, reason: InputError) -> str:
     """Why there are no pictures, and how to get them."""
-    name = run.about["data"]["name"]
-    known = data.DATA_SETS.get(name)
     said = f"No pictures: {reason}."
-    if known is not None and known.archives:
-        files = ", ".join(archive.name for archive in known.archives[:1])
-        said += f" Put {name} as it is published ({files}, packed or not) into a folder DIR, and"
-    return f"{said} run `exitwise report {run.directory.name} --root DIR`." if known else said
+    if not isinstance(reason, OtherPicturesError):
+        return said
+    name = run.about["data"]["name"]
+    archives = data.DATA_SETS[name].archives if name in data.DATA_SETS else ()
+    files = f" ({archives[0].name}, packed or not)" if archives else ""
+    place = shlex.quote(run.directory.name)
+    return f"{said} Put {name} as it is published{files} into a folder DIR, and run: exitwise report {place} --root DIR"
 
 
 def _fitted(pixels: Tensor) -> Sheet:
-    """As large as the page has room for."""
+    """As good as the page has room for: smaller first, then coarser."""
     side = max(pixels.shape[2:])
-    plain = pixels.shape[0] * side * side <= _PLAIN
-    for target in (side, *(smaller for smaller in _SIDES if smaller < side)):
+    kind = "png" if len(pixels) * side * side <= _PLAIN else "jpeg"
+    sides = [side, *(smaller for smaller in _SIDES if smaller < side)]
+    tries = [(each, _QUALITIES[0]) for each in sides] + [(sides[-1], each) for each in _QUALITIES[1:]]
+    for target, quality in tries:
         square = _square(pixels, target)
         columns = ceil(len(square) ** 0.5)
-        content = _encoded(square, columns, "png" if plain else "jpeg")
+        content = _encoded(square, columns, kind, quality)
         if len(content) <= _LARGEST:
             break
-    return Sheet(square, columns, content, "png" if plain else "jpeg")
+    return Sheet(square, columns, content, kind)
 
 
 def _square(pixels: Tensor, side: int) -> Tensor:
@@ -99,7 +111,7 @@ def _square(pixels: Tensor, side: int) -> Tensor:
     return torch.nn.functional.pad(pixels, (left, whole - width - left, top, whole - height - top))
 
 
-def _encoded(pixels: Tensor, columns: int, kind: str) -> bytes:
+def _encoded(pixels: Tensor, columns: int, kind: str, quality: int) -> bytes:
     from PIL import Image
 
     m, channels, side, _ = pixels.shape
@@ -112,6 +124,6 @@ def _encoded(pixels: Tensor, columns: int, kind: str) -> bytes:
     array = whole.numpy()
     picture = Image.fromarray(array[:, :, 0] if channels == 1 else array[:, :, :3])
     content = io.BytesIO()
-    options = {"quality": _QUALITY, "subsampling": 0} if kind == "jpeg" else {"optimize": True}
+    options = {"quality": quality, "subsampling": 0} if kind == "jpeg" else {"optimize": True}
     picture.save(content, format=kind.upper(), **options)
     return content.getvalue()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitwise.errors import InputError
 from exitwise.files import replacing
+from exitwise.history import History
 from exitwise.report.building import Report
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 _KINDS = {"latex": "tex", "csv": "csv"}
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write every figure and table that the report has data for, and say where; nothing where one cannot be drawn."""
+def check(folder: Path) -> None:
+    """Refuse what would fail after a long computation."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -24,6 +25,11 @@ def write(report: Report, folder: Path) -> list[Path]:
     existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():
         raise InputError(f"figures need a folder, but {existing} is a file: choose another place")
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write every figure and table that the report has data for, and say where; nothing where one cannot be drawn."""
+    check(folder)
     contents = {**_drawn(report), **_tables(report)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,4 +97,4 @@ def _figures(report: Report) -> Iterator[tuple[str, "Figure"]]:
         if report.sheet is not None and rows:
             yield "galleries", uncertainty.galleries(data, report.sheet.pixels.numpy(), rows)
     if data["training"] is not None and data["training"]["epochs"]:
-        yield "training", curves.training(data["training"])
+        yield "training", History.from_dict(data["training"]).figure()

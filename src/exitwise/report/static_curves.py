@@ -153,24 +153,3 @@ def _bars(axes: Axes, bars: Mapping[str, Any], factor: float) -> Any:
         axes.bar(exits + 0.27 * (j - 1), np.array(bars[kind]) / factor, width=0.25, color=colour, label=kind)
     axes.set_xticks(exits)
     return exits
-
-
-def training(history: Data) -> Figure:
-    """Losses and accuracies over the epochs."""
-    epochs, best = history["epochs"], history["best"]
-    figure, ((losses, accuracies),) = panels(1, 2, 7, 2.9)
-    numbers = [epoch["epoch"] for epoch in epochs]
-    mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(numbers) < 40 else {}
-    for name, label, side in (("train_loss", "training", "ours"), ("val_loss", "validation", "vanilla")):
-        values = np.array([epoch[name] for epoch in epochs], dtype=float)
-        losses.plot(numbers, values, label=label, color=SIDES[side], **mark)
-    tops = 100 * np.array([epoch["val_top1"] for epoch in epochs], dtype=float)
-    for k, values in enumerate(tops.T):
-        grey = str(0.75 - 0.75 * (k + 1) / tops.shape[1])  # later exits darker
-        accuracies.plot(numbers, values, label=f"exit {k + 1}", color=grey, **mark)
-    accuracies.plot(best, tops[numbers.index(best), -1], "*", color=SIDES["vanilla"], markersize=9, label="kept")
-    for axes, label in ((losses, "loss, summed over the exits"), (accuracies, "validation top-1 %")):
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        axes.legend()
-    return figure

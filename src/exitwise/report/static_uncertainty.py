@@ -156,7 +156,7 @@ def gallery_rows(data: Data) -> dict[str, list[int]]:
 
 
 def galleries(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> Figure:
-    """Pictures (m, channels, side, side), with what the calibrated net says of them at the exit that it takes."""
+    """Pictures (m, channels, side, side), with what the calibrated net says of them and the exit that they take."""
     explorer, points, classes = data["explorers"][0], data["points"], data["classes"]
     taken = explorer["exits"]["ours"][explorer["chosen"]]
     figure, made = panels(len(rows), _SHOWN, 0.3 + 1.05 * _SHOWN, 1.5 * len(rows))
@@ -164,7 +164,8 @@ def galleries(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> F
         row[0].set_ylabel(name, fontsize=9)
         for i, axes in zip(shown, row, strict=False):
             k = ord(taken[i]) - ord("0")
-            true, predicted = points["label"][i], points["ours"]["predicted"][k][i]
+            asked = k if name in ("saved", "lost") else data["net"]["exits"] - 1  # who was asked what kind it is
+            true, predicted = points["label"][i], points["ours"]["predicted"][asked][i]
             words = (f"true: {classes[true]}", f"said: {classes[predicted]}", f"exit {k + 1}")
             axes.set_title("\n".join(written(line, 6, 66) for line in words), fontsize=6, loc="left", pad=3)
             _picture(axes, pixels[i], OUTCOMES["correct" if true == predicted else "misclassified"])

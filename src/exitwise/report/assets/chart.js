@@ -25,13 +25,13 @@ function ticks(low, high, about) {
   return found;
 }
 
-// A range that holds all numbers, with a little room.
-function range(numbers, room = 0.05) {
+// A range that holds all numbers, with a little room; it does not go below zero or above `end` for that.
+function range(numbers, room = 0.05, end = Infinity) {
   const known = numbers.filter(Number.isFinite);
   if (!known.length) return [0, 1];
   const low = Math.min(...known), high = Math.max(...known);
   const more = (high - low || Math.abs(high) || 1) * room;
-  return [low >= 0 ? Math.max(0, low - more) : low - more, high + more];
+  return [low >= 0 ? Math.max(0, low - more) : low - more, Math.min(high + more, Math.max(high, end))];
 }
 
 const figures = [];

@@ -128,7 +128,7 @@ function explore() {
       const all = [...more, ...series].flatMap((each) => each.points);
       const plot = axes(drawing, width, height, {
         x: range(all.map((p) => p[0] / size), 0.02),
-        y: range([...all.map((p) => p[1] * factor), ...series.flatMap((each) => each.points.flatMap((p) => p[2].map((v) => v * factor)))]),
+        y: range([...all.map((p) => p[1] * factor), ...series.flatMap((each) => each.points.flatMap((p) => p[2].map((v) => v * factor)))], 0.05, factor === 100 ? 100 : Infinity),
         title: title + (factor === 100 ? ", %" : ""), xTitle: `mean cost per sample, ${word}`, xFormat: short, yFormat: short,
       });
       const scaled = ([x, y]) => [x / size, y * factor];
@@ -161,7 +161,7 @@ function explore() {
     }));
   });
   section("budgets", "Budgets", "Budget explorer",
-    text("Move the budget at the bottom of the page: thresholds are those that the library fits to it on validation samples, everything else is measured on test samples. Where a curve ends before the others, going deeper would not help, and thresholds spend less than the budget."),
+    text("Move the budget at the bottom of the page: thresholds are those that the library fits to it on validation samples, everything else is measured on test samples. Where a curve ends before the others, going deeper would not help, and thresholds spend less than the budget. Costs are the plain network's; what calibration adds is below, under Cost."),
     legend(["ours", "calibrated"], ["vanilla", "plain"]), html("div", { class: "grid2" }, places), options, shown,
     html("h3", {}, "Who leaves where, and who leaves early and wrong"), html("div", { class: "grid2" }, shares, confusion), exits);
 
@@ -456,7 +456,7 @@ function tables() {
       const own = data.decisions.map((curve, i) => ({ kind: kinds[i], name: curve.name, points: curve.metrics[name] }));
       const theirs = withPaper ? kinds.flatMap((kind) => data.published.filter((curve) => curve.own && curve.model === paper[kind] && curve.metrics[name]).map((curve) => ({ kind: `${kind} dashed`, name: `published: ${curve.name}`, points: curve.metrics[name] }))) : [];
       const all = [...theirs, ...own].map((each) => ({ ...each, points: each.points.map(([x, y]) => [x / size, y * factor]) }));
-      const plot = axes(drawing, width, height, { x: range(all.flatMap((e) => e.points.map((p) => p[0])), 0.02), y: range(all.flatMap((e) => e.points.map((p) => p[1]))), title: METRICS[name].name + (factor === 100 ? ", %" : ""), xTitle: `mean cost per sample, ${word}`, xFormat: short, yFormat: short });
+      const plot = axes(drawing, width, height, { x: range(all.flatMap((e) => e.points.map((p) => p[0])), 0.02), y: range(all.flatMap((e) => e.points.map((p) => p[1])), 0.05, factor === 100 ? 100 : Infinity), title: METRICS[name].name + (factor === 100 ? ", %" : ""), xTitle: `mean cost per sample, ${word}`, xFormat: short, yFormat: short });
       targets = [];
       for (const { kind, name: called, points } of all) {
         if (points.length > 1) line(plot, points, kind); else dot(plot, ...points[0], kind, 4);
