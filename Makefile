@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test lint types tests benchmark experiments policies clean
+.PHONY: demo test lint types tests benchmark screenshot experiments policies clean
 
 demo: .venv/core.ready
 	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
@@ -26,6 +26,11 @@ benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/policies.py
+	$(BIN)/python benchmarks/report.py
+
+# The README's picture of the report.
+screenshot: demo .venv/dev.ready
+	$(BIN)/python docs/screenshot.py $(DEMO_RUN)/report.html
 
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
 experiments: .venv/dev.ready

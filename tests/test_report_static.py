@@ -18,6 +18,7 @@ from PIL import Image
 
 import exitwise as ew
 from exitwise.files import write_json
+from exitwise.history import History
 from exitwise.report import published, static_curves, static_uncertainty
 from exitwise.report.building import Order, Report, build
 from exitwise.report.pictures import Sheet
@@ -254,7 +255,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(static_curves, "training", interrupted)
+        patch.setattr(History, "figure", interrupted)
         for name in ("old", "new"):
             with pytest.raises(KeyboardInterrupt):
                 write(report, tmp_path / name)
