@@ -300,8 +300,8 @@ function showDetail() {
   if (point === null) { place.hidden = true; return; }
   const rows = [...Array(data.net.exits).keys()].map((k) => [String(k + 1), ...Object.keys(SIDES).map((side) => {
     const said = data.points[side], right = said.predicted[k][point] === label[point];
-    return html("td", { class: right ? "better" : "worse" }, right ? "✓ " : "✗ ", named(said.predicted[k][point]),
-      ` ${(said.confidence[k][point] / 10).toFixed(0)} %, entropy ${(said.entropy[k][point] / 1000).toFixed(2)}`, exitOf(side, point) === k ? html("strong", {}, " ← leaves here") : "");
+    return html("td", { class: right ? "better" : "worse" }, right ? "✓ " : "✗ ", named(said.predicted[k][point]), html("br"),
+      `${(said.confidence[k][point] / 10).toFixed(0)} % sure, entropy ${(said.entropy[k][point] / 1000).toFixed(2)}`, exitOf(side, point) === k ? html("strong", {}, " ← leaves here") : "");
   })]);
   place.replaceChildren(html("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => { state.point = null; showDetail(); state.repaintPoints(); } }, "×"),
     picture(point) || "", html("h3", {}, named(label[point])), html("p", { class: "small soft" }, `true label; test sample ${grouped(index[point])}. At this budget it leaves at exit ${exitOf("ours", point) + 1} calibrated, at exit ${exitOf("vanilla", point) + 1} plain.`),
