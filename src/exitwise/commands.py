@@ -57,13 +57,19 @@ def costs_for(budget: str, run: Run, trace: Trace) -> Costs:
 
 def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:
     """The run's saved calibration by a method, or a new one, saved."""
-    known = run.calibration(method)
-    if known is not None and not known.belongs_to(tuner.trace):
-        raise InputError(f"{run.calibration_file(method)} is of another net than the run's trace: calibrate again")
+    known = known_calibration(run, tuner.trace, method)
     if known is None:
         known = tuner.calibrate(method)
         known.save(run.calibration_file(method))
         print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
+    return known
+
+
+def known_calibration(run: Run, trace: Trace, method: Method) -> Calibration | None:
+    """The run's saved calibration by a method, if there is one; refuses one of another net."""
+    known = run.calibration(method)
+    if known is not None and not known.belongs_to(trace):
+        raise InputError(f"{run.calibration_file(method)} is of another net than the run's trace: calibrate again")
     return known
 
 

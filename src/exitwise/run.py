@@ -46,6 +46,10 @@ class Run:
             )
 
     @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
     def net_file(self) -> Path:
         return self.directory / "net.safetensors"
 

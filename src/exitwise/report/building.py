@@ -11,13 +11,14 @@ import torch
 from exitwise import zoo
 from exitwise.bootstrap import LEVEL, Bootstrap
 from exitwise.calibration import Calibration
+from exitwise.commands import known_calibration
 from exitwise.cost import laplace_macs, naive_laplace_macs
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.evaluation import BudgetCurve, budget_curve
 from exitwise.history import History
-from exitwise.methods import METHODS, OURS, VANILLA, Method, method_named
-from exitwise.policy_commands import Request, Tuned, tuned, tuner_like
+from exitwise.methods import METHODS, OURS, SAMPLES, VANILLA, Method, method_named
+from exitwise.policy_commands import Request, Tuned, tuner_like
 from exitwise.predictions import Array
 from exitwise.report import published, uncertainty
 from exitwise.report.explorer import explore, grid
@@ -68,28 +69,26 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
     if method.name == VANILLA:
         raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
     tuner = tuner_like(run.calibration(method), trace)
+    points = uncertainty.sample(len(trace.test))
+    units = _units(run, trace, order)
+    pictures, note = _sheet(run, order.root, trace.test, points)
+    progress("reading the runs to compare with")
+    others = [_other(Run(place), method, units[0][0].unit) for place in order.against]
     progress("calibrating by twelve methods")
     found = known or study(trace, tuner, calibrations=_saved(run, tuner, method))
-    tuned_by = {
-        name: found.calibrations[name] if name in found.calibrations else tuned(run, tuner, each, None).calibration
-        for name, each in ((VANILLA, method_named(VANILLA)), (method.name, method))
-    }
-    vanilla, ours = (Side.of(Tuned(made, trace.val, None), trace.test) for made in tuned_by.values())
-    points = uncertainty.sample(len(trace.test))
+    calibrations = [found.calibrations[VANILLA], found.calibrations.get(method.name) or _made(run, tuner, method)]
+    vanilla, ours = (Side.of(Tuned(made, trace.val, None), trace.test) for made in calibrations)
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
-    for costs, chosen in _units(run, trace, order):
+    for costs, chosen in units:
         progress(f"fitting thresholds for budgets in {costs.unit}")
         explorers.append(explore(vanilla, ours, costs, chosen, bootstrap, points))
-    progress("drawing")
-    pictures, note = _sheet(run, order.root, trace.test, points)
     preset = str((trace.model or {}).get("preset", ""))
-    others = [_other(Run(place), order.method, explorers[0]["unit"]) for place in order.against]
     data = {
         "format": FORMAT,
         "version": VERSION,
         "net": {
-            "run": run.directory.resolve().name,
+            "run": run.name,
             "name": preset or "your own net",
             "data": run.about["data"]["name"],
             "exits": trace.num_exits,
@@ -124,7 +123,7 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
             _curve(name, found.curves[key])
             for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
         ],
-        "laplace_costs": [*_laplace_costs(trace), *published.laplace_costs()],
+        "laplace_costs": [*_laplace_costs(trace, ours.tuned.calibration), *published.laplace_costs()],
         "training": _training(run),
         "guarantee": _guarantee(run),
         "made": origin_of_report(run, trace, ours.tuned.calibration, order.command),
@@ -139,7 +138,7 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
         "version": VERSION,
         "live": live,
         "net": {
-            "run": run.directory.resolve().name,
+            "run": run.name,
             "name": str(run.about["model"].get("preset", "your own net")),
             "data": run.about["data"]["name"],
         },
@@ -151,16 +150,21 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
 
 def _saved(run: Run, tuner: Tuner, method: Method) -> dict[str, Calibration]:
     """Calibrations that the run has, made by the same settings as the one by `method`."""
-    chosen = run.calibration(method)
-    found = {name: run.calibration(each) for name, each in METHODS.items()} if chosen else {}
+    chosen = known_calibration(run, tuner.trace, method)
+    if chosen is None:
+        return {}
+    found = {name: run.calibration(each) for name, each in METHODS.items()}
+    settings = (chosen.mode, chosen.settings)
     return {
         name: made
         for name, made in found.items()
-        if made is not None
-        and chosen is not None
-        and made.belongs_to(tuner.trace)
-        and (made.mode, made.settings) == (chosen.mode, chosen.settings)
+        if made is not None and made.belongs_to(tuner.trace) and (made.mode, made.settings) == settings
     }
+
+
+def _made(run: Run, tuner: Tuner, method: Method) -> Calibration:
+    """The run's calibration by a method, or a new one, which is not saved: a report changes nothing but itself."""
+    return known_calibration(run, tuner.trace, method) or tuner.calibrate(method)
 
 
 def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
@@ -170,8 +174,12 @@ def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
         known.append(run.measured_costs())
     policy = run.policy()
     budget, unit = order.budget, order.unit
-    if budget is None and policy is not None and policy.unit in [costs.unit for costs in known]:
-        budget, unit = policy.budget, policy.unit
+    if budget is not None and unit not in [costs.unit for costs in known]:
+        raise InputError(f"{run.directory} has no costs in {unit}")
+    if budget is None and policy is not None and policy.budget is not None:
+        costs = next((costs for costs in known if costs.unit == policy.unit), None)
+        if costs is not None and costs.values[0] <= policy.budget <= costs.values[-1]:
+            budget, unit = policy.budget, policy.unit
     found: list[tuple[Costs, float]] = []
     for costs in known:
         low, high = costs.values[0], costs.values[-1]
@@ -194,7 +202,7 @@ def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[She
         return None, missing(run, error)
 
 
-def _other(run: Run, method: str, unit: str) -> dict[str, Any]:
+def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
     """Curves of another run: plain and calibrated, over its own range of costs."""
     trace = run.trace()
     if trace.test is None:
@@ -203,15 +211,15 @@ def _other(run: Run, method: str, unit: str) -> dict[str, Any]:
     if costs.unit != unit:
         raise InputError(f"the costs of {run.directory} are in {costs.unit}, not in {unit}")
     name = str((trace.model or {}).get("preset", run.directory.name))
-    tuner = tuner_like(run.calibration(method_named(method)), trace)
+    tuner = tuner_like(run.calibration(method), trace)
     budgets = grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
     curves = []
-    for each in dict.fromkeys((VANILLA, method)):
-        made = tuned(run, tuner, method_named(each), None)
+    for each in (method_named(VANILLA), method):
+        made = Tuned(_made(run, tuner, each), trace.val, None)
         policies = [made.policy(costs, budget, Request()) for budget in budgets]
         preds = made.calibration.predict(trace.test)
-        curves.append(_curve(each, budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)))
-    return {"name": f"{run.directory.resolve().name} ({name})", "unit": unit, "curves": curves}
+        curves.append(_curve(each.name, budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)))
+    return {"name": f"{run.name} ({name})", "unit": unit, "curves": curves}
 
 
 def _curve(name: str, curve: BudgetCurve) -> dict[str, Any]:
@@ -243,17 +251,18 @@ def _table(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
     return {"name": name, "title": title, "range": list(table.budget_range), "unit": table.unit, "rows": rows, **texts}
 
 
-def _laplace_costs(trace: Trace) -> list[dict[str, Any]]:
+def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any]]:
     """The cost of Laplace at every exit of this net, each method paying at every exit on the way."""
     if trace.costs.unit != "MACs":
         return []
     c, vanilla = trace.num_classes, list(trace.costs.values)
+    draws = SAMPLES if calibration.draws is None else len(calibration.draws)
     widths = [head.weight.shape[1] for head in trace.heads]
     bars: dict[str, list[float]] = {"vanilla": vanilla}
     for name, of in (("efficient", laplace_macs), ("naive", naive_laplace_macs)):
-        passed = numpy.cumsum([of(p, c) for p in widths])
+        passed = numpy.cumsum([of(p, c, draws) for p in widths])
         bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, passed, strict=True)]
-    return [{"name": "this net", "own": True, **bars}]
+    return [{"name": "this net", "own": True, "draws": draws, **bars}]
 
 
 def _epochs(run: Run) -> int | None:

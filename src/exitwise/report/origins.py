@@ -62,7 +62,7 @@ def origin_of_report(run: Run, trace: Trace, calibration: Calibration, command: 
 
 def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
     """From nothing to the report, as far as the run knows."""
-    place = shlex.quote(run.directory.name)
+    place = shlex.quote(run.name)
     data, training = run.about["data"], run.about.get("training")
     if isinstance(training, dict):
         recipe = training.get("recipe") or {}

@@ -18,7 +18,7 @@ def render(report: Report) -> str:
     pictures = f'.picture i{{background-image:url("{report.sheet.uri()}")}}' if report.sheet else ""
     refresh = f'<meta http-equiv="refresh" content="{LIVE_SECONDS}">' if report.live else ""
     parts = {
-        "title": escape(f"{report.data['net']['run']} · exitwise"),
+        "title": escape(f"{report.data['net']['run']} · exitwise").encode(errors="replace").decode(),
         "refresh": refresh,
         "style": _asset("page.css"),
         "data": data,

@@ -57,10 +57,12 @@ def sheet(run: Run, root: Path | None, test: Split, points: Tensor) -> Sheet:
     if test.index is None:
         raise InputError("the trace does not say where its samples lie in the data set")
     try:
-        found = pictures(run, root).test
+        found, held = pictures(run, root).test, data.HoldOut.load(run.split_file).test
     except InputError as error:
         raise OtherPicturesError(str(error)) from None
-    places = {position: place for place, position in enumerate(found.index.tolist())}
+    # A copy of the data set may have another order; parts held out keep theirs.
+    known = found.index if held is None else held.index
+    places = {position: place for place, position in enumerate(known.tolist())}
     wanted = [places.get(position, -1) for position in test.index[points].tolist()]
     positions = torch.tensor(wanted, dtype=torch.int64)
     if -1 in wanted or not torch.equal(found.labels[positions], test.labels[points]):
@@ -77,7 +79,7 @@ def missing(run: Run, reason: InputError) -> str:
     name = run.about["data"]["name"]
     archives = data.DATA_SETS[name].archives if name in data.DATA_SETS else ()
     files = f" ({archives[0].name}, packed or not)" if archives else ""
-    place = shlex.quote(run.directory.name)
+    place = shlex.quote(run.name)
     return f"{said} Put {name} as it is published{files} into a folder DIR, and run: exitwise report {place} --root DIR"
 
 

@@ -422,7 +422,7 @@ function sortable(found) {
   }
   fill();
   const [low, high] = found.range.map((value) => amount(value, found.unit));
-  return [html("h3", {}, found.title), html("p", { class: "soft small" }, found.range[0] ? `Means over budgets from ${low} to ${high}; ± is the change against the first row.` : `One exit, at ${high}.`,
+  return [html("h3", {}, found.title), html("p", { class: "soft small" }, found.range[0] ? `Means over budgets from ${low} to ${high}; ± is the change against vanilla.` : `One exit, at ${high}.`,
     published ? " Paper: what was published for this architecture, trained far longer." : ""),
     html("div", { class: "buttons" }, copier("Copy as CSV", found.csv), copier("Copy as LaTeX", found.latex)),
     html("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": found.title, id: `table-${found.name}` },
@@ -504,7 +504,7 @@ function costs() {
     places.forEach((place) => place.repaint());
     numbers.replaceChildren(table("Multiply-adds up to each exit", ["exit", "vanilla", "efficient Laplace", "times vanilla", "naive Laplace", "times vanilla"],
       chosen.vanilla.map((cost, k) => [String(k + 1), amount(cost, "MACs"), amount(chosen.efficient[k], "MACs"), (chosen.efficient[k] / cost).toFixed(3), amount(chosen.naive[k], "MACs"), (chosen.naive[k] / cost).toFixed(3)])));
-    note.textContent = chosen.own ? "Each way of predicting pays at every exit on the way. Multiply-adds are the paper's FLOPs; 50 draws." : "As published: the paper's figure multiplies the current exit's cost by the number of exits passed.";
+    note.textContent = chosen.own ? `Each way of predicting pays at every exit on the way. Multiply-adds are the paper's FLOPs; ${chosen.draws} draws.` : "As published: the paper's figure multiplies the current exit's cost by the number of exits passed.";
   }
   section("cost", "Cost", "What Laplace costs", text("Drawing from the predictive needs no weights to be drawn: what depends on the sample is one number, so that the efficient way adds little."),
     html("p", {}, html("label", {}, "Network ", select)), legend(["vanilla", "vanilla", "bar"], ["ours", "efficient", "bar"], ["naive", "naive", "bar"]), html("div", { class: "grid2" }, places), numbers, note);
