@@ -1,10 +1,13 @@
 """Small versions of the benchmarks, so that the real ones are known to work."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -49,6 +52,14 @@ def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
     assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
     # Measured at three and more: that it is faster at all is safe to say on any machine.
     assert found["batch 1, full calibrated net: torch eager / ONNX"] > 1
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser: apt-get install chromium")
+def test_the_reports_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("report.py", tmp_path)["measured"][0]
+    assert (found["exits"], found["test samples"], found["pictures"]) == (2, 300, True)
+    assert 0.1 < found["page megabytes"] < 8
+    assert found["milliseconds per move of the slider"]["median"] > 0
 
 
 def test_the_policies_benchmark_measures_everything(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_demo_leaves_a_whole_run(demo: tuple[Path, str]) -> None:
     assert [row["method"] for row in rows] == list(ew.METHODS)
     assert f"{rows[-1]['nlpd']:.3f}" in out
     assert len(list((folder / "calibrations").iterdir())) == 12
+    assert "open run/report.html in a browser" in out
+    assert '"name":"cifar100-small"' in (folder / "report.html").read_text()
     assert ew.load_net(folder / "net.safetensors").spec == {"preset": "cifar100-small"}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
 
@@ -376,7 +378,7 @@ def test_help_does_not_wait_for_torch() -> None:
     )
     script += "    assert 'torch' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    for command in ("demo", "collect", "calibrate", "evaluate", "ablate", "cost", "models"):
+    for command in ("demo", "collect", "calibrate", "evaluate", "ablate", "report", "cost", "models"):
         assert command in done.stdout
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Command
+from cases import random_trace
+from conftest import Command, zoo_run
+from test_report import new_run
 from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
+from exitwise.history import Epoch, History
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -140,7 +143,8 @@ def test_the_commands_that_deploy_a_net_in_the_readme(
     for number in range(3):
         pixels = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{number}.jpg")
-    exitwise("demo", "--out", "runs/demo")
+    (tmp_path / "runs").mkdir()
+    zoo_run(tmp_path / "runs" / "demo")
     shown = README.split("<!-- deploy -->")[1].split("\n\n- ")[0]
     commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
     assert [words[0] for words in commands] == ["predict", "bench", "export"]
@@ -227,7 +231,8 @@ def test_the_commands_on_budgets_in_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exitwise("demo", "--out", "runs/demo").status == 0
+    (tmp_path / "runs").mkdir()
+    zoo_run(tmp_path / "runs" / "demo")
     shown = README.split("<!-- budgets -->")[1].split("\n\n")[0]
     commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
     assert [words[0] for words in commands] == ["evaluate", "evaluate", "policies"]
@@ -235,6 +240,41 @@ def test_the_commands_on_budgets_in_the_readme(
         done = exitwise(*words)
         assert done.status == 0, done.err
     assert "vs public" in done.out
+
+
+def test_the_commands_that_show_a_run_in_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+) -> None:
+    """As shown, on small runs; real pictures are for other tests."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "digits", "other"):
+        place = new_run(tmp_path / "runs" / name, random_trace(n=120), {"recipe": {"epochs": 1}})
+        History((Epoch(1, 0.1, 3.0, 3.1, (0.3, 0.4), 900.0, 1.5),)).save(place / "history.csv")
+    shown = README.split("<!-- report -->")[1].split("\n\n")[0]
+    commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
+    assert [words[:2] for words in commands] == [["report", f"runs/{run}"] for run in ("demo",) * 3 + ("digits",) * 2]
+    for words in commands:
+        if "--root" in words:
+            continue
+        done = exitwise(*words)
+        assert done.status == 0, done.err
+        assert (tmp_path / words[1] / "report.html").stat().st_size > 100_000
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".pdf", ".tex", ".csv"}
+
+
+def test_the_targets_of_the_report_were_met_in_the_committed_run() -> None:
+    large, imagenet = json.loads((ROOT / "benchmarks" / "results" / "report.json").read_text())["measured"]
+    assert (large["test samples"], large["exits"], large["pictures"]) == (10_000, 8, True)
+    assert (imagenet["test samples"], imagenet["classes"]) == (50_000, 1000)
+    assert large["seconds to make"] <= 30
+    for found in (large, imagenet):
+        assert found["page megabytes"] <= 8
+        assert found["milliseconds per move of the slider"]["largest"] <= 100
+        assert found["milliseconds to the first picture"] <= 1000
+    words = " ".join(README.split())
+    assert f"{large['seconds to make']:.0f} s to make, {large['page megabytes']:.1f} MB" in words
+    assert f"{large['milliseconds per move of the slider']['median']:.0f} ms" in words
+    assert f"{imagenet['seconds to make'] / 60:.0f} minutes and {imagenet['page megabytes']:.1f} MB" in words
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
