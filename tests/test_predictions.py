@@ -184,8 +184,18 @@ def test_what_was_reduced_is_remembered(large: Source) -> None:
     assert large.preds.reduce("largest", largest) is first
     assert len(calls) == 3
     assert large.preds.predicted is large.preds.predicted
-    assert large.made == [0, 1, 2] * 2
+    assert large.made == [0, 1, 2]
     assert large.preds.reduce("smallest", lambda said: said.probs.min(axis=1)).tolist() == large.said.min(2).tolist()
+
+
+def test_what_is_often_asked_of_large_ones_is_noted_on_a_whole_walk(large: Source, small: Source) -> None:
+    next(large.preds.exits())  # not to the end: nothing is noted
+    assert large.preds.predicted.tolist() == large.said.argmax(axis=2).tolist()
+    assert large.made == [0, 0, 1, 2]
+    for score in ("confidence", "entropy"):
+        assert scores(large.preds, score).tolist() == scores(small.said, score).tolist()
+    assert large.made == [0, 0, 1, 2]
+    assert scores(large.preds, "margin").tolist() == scores(small.said, "margin").tolist()
 
 
 def test_variance_is_of_the_predicted_class_and_given_when_asked_for(small: Source) -> None:

@@ -92,10 +92,21 @@ class Predictions:
         """The exits in order, one at a time; with their variance over draws if asked, where there is one."""
         if self._exits is None and np.prod(self.shape) <= _HELD:
             self._exits = list(self._make())
-        exits = self._make() if self._exits is None else iter(self._exits)
+        exits = self._noting() if self._exits is None else iter(self._exits)
         if not variance or self.variance is None:
             return exits
         return (replace(exit, variance=row) for exit, row in zip(exits, self.variance, strict=True))
+
+    def _noting(self) -> Iterator[ExitPrediction]:
+        """The exits, computed again; what is often asked of them is noted on the way to the last."""
+        wanted = {key: function for key, function in NOTED.items() if key not in self._reduced}
+        rows: dict[str, list[Array]] = {key: [] for key in wanted}
+        for exit in self._make():
+            for key, function in wanted.items():
+                rows[key].append(function(exit))
+            yield exit
+        for key, noted in rows.items():
+            self._reduced.setdefault(key, np.stack(noted))
 
     def reduce(self, key: str, function: Callable[[ExitPrediction], Array], variance: bool = False) -> Array:
         """`function` of every exit, stacked (K, ...), and remembered under `key`."""
@@ -120,7 +131,7 @@ class Predictions:
     @property
     def predicted(self) -> Array:
         """(K, n) the most probable class at every exit."""
-        return self.reduce("predicted", lambda said: said.log_probs.argmax(axis=1))
+        return self.reduce("predicted", _predicted)
 
     @cached_property
     def variance(self) -> Array | None:
@@ -142,6 +153,14 @@ class Predictions:
         import torch
 
         return torch.from_numpy(np.stack(arrays))
+
+
+def _predicted(said: ExitPrediction) -> Array:
+    return np.asarray(said.log_probs.argmax(axis=1))
+
+
+# What is noted of predictions that are too large to keep whenever they are walked through, by the key of `reduce`.
+NOTED: dict[str, Callable[[ExitPrediction], Array]] = {"predicted": _predicted}
 
 
 def array_of(name: str, values: Any) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from exitwise.errors import InputError
 from exitwise.methods import NEEDS_DRAWS
-from exitwise.predictions import Array, ExitPrediction, Predictions
+from exitwise.predictions import NOTED, Array, ExitPrediction, Predictions
 
 _HASHED = 4_000_000  # probabilities at a time
 _SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it
@@ -81,6 +81,14 @@ SCORES: Mapping[str, Score] = {
     "variance": Score(_negative_variance, grain=2.0**-30),
     "patience": Score(_patience, whole=True),
 }
+
+
+def _noted(score: str) -> Callable[[ExitPrediction], Array]:
+    """A score that needs no memory, as `scores` gives it."""
+    return lambda said: split_ties(SCORES[score].of(said, None)[0], said.probs)
+
+
+NOTED.update({name: _noted(name) for name in ("confidence", "entropy")})
 
 
 def check_score(score: Any) -> None:
