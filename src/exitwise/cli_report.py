@@ -57,7 +57,9 @@ def report(
     if live:
         from exitwise.report.watching import watch
 
-        watch(opened, place, command)
+        print(f"exitwise: {place} is written after every epoch; open it and leave it open", file=sys.stderr)
+        with status("Waiting for the training"):
+            watch(opened, place, command)
     if not opened.trace_file.is_file() and (opened.directory / "history.csv").is_file():
         made = building.training_report(opened, live=False, command=command)
         page.write(made, place)
