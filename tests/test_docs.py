@@ -273,6 +273,11 @@ def test_the_targets_of_the_report_were_met_in_the_committed_run() -> None:
     words = " ".join(README.split())
     assert f"{large['seconds to make']:.0f} s to make, {large['page megabytes']:.1f} MB" in words
     assert f"{large['milliseconds per move of the slider']['median']:.0f} ms" in words
+    (imagenet,) = others
+    assert (imagenet["test samples"], imagenet["classes"]) == (50_000, 1000)
+    assert (
+        f"a page of {imagenet['page megabytes']:.1f} MB, which took {imagenet['seconds to make'] / 60:.0f} min" in words
+    )
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
