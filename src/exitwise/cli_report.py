@@ -57,6 +57,7 @@ def report(
     if live:
         from exitwise.report.watching import watch
 
+        opened.training()  # refuses what is not trained
         print(f"exitwise: {place} is written after every epoch; open it and leave it open", file=sys.stderr)
         with status("Waiting for the training"):
             watch(opened, place, command)

@@ -10,7 +10,6 @@ from exitwise.run import Run
 
 def watch(run: Run, place: Path, command: str, seconds: float = LIVE_SECONDS) -> None:
     """Write the page until the last epoch is done; an interrupt ends it, and leaves a page that no longer reloads."""
-    run.training()  # refuses what is not trained
     shown: object = None
     try:
         while True:
