@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test lint types tests benchmark screenshot experiments policies clean
+.PHONY: demo test lint types tests benchmark docs screenshot experiments policies clean
 
 demo: .venv/core.ready
 	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
@@ -27,6 +27,12 @@ benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/policies.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/dropout.py
+	$(BIN)/python benchmarks/heads.py
+
+# The documentation as a site: open site/index.html.
+docs: .venv/dev.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The README's picture of the report.
 screenshot: demo .venv/dev.ready
@@ -53,4 +59,4 @@ policies: .venv/dev.ready
 	touch $@
 
 clean:
-	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import exitwise as ew
-from exitwise.methods import PRODUCTS
+from exitwise.methods import DROPOUTS, PRODUCTS
 from exitwise.net import keeping_modes
 from exitwise.predictions import Predictions
 from exitwise.scores import SCORES, scores
@@ -164,7 +164,7 @@ def norms(net: nn.Module) -> int:
 
 
 class TestAsSimulated:
-    @pytest.mark.parametrize("method", [*ew.METHODS, *PRODUCTS])
+    @pytest.mark.parametrize("method", [*ew.METHODS, *PRODUCTS, *DROPOUTS])
     def test_every_method_at_every_size_of_batch(self, method: str) -> None:
         net, calibration = tiny()[0], calibrated(method)
         preds = simulated(net, calibration, some_images(257))

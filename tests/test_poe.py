@@ -296,5 +296,5 @@ class TestNoVariance:
         arguments = ("--method", "PoE Laplace", "--score", "variance", "--budget", "50%")
         done = exitwise("predict", run, tmp_path / "cat.png", *arguments)
         assert (done.status, done.out) == (2, "")
-        assert "'variance' needs draws: choose a method with Laplace and without product of experts" in done.err
+        assert "'variance' needs draws: choose a method with Laplace or MC dropout, without product" in done.err
         assert not (run / "calibrations").exists()  # it did not search first

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from exitwise.evaluation import evaluate as evaluate
     from exitwise.fitting import fit_policies as fit_policies
     from exitwise.fitting import fit_policy as fit_policy
+    from exitwise.heads import train_heads as train_heads
     from exitwise.machine import Machine as Machine
     from exitwise.methods import METHODS as METHODS
     from exitwise.methods import Method as Method
+    from exitwise.models.attach import attach as attach
     from exitwise.net import Head as Head
     from exitwise.net import MultiExitNet as MultiExitNet
     from exitwise.policy import Policy as Policy
@@ -80,6 +82,7 @@ _HOMES = {
     "Table": "tables",
     "Trace": "trace",
     "ablation": "tables",
+    "attach": "models.attach",
     "budget_curve": "evaluation",
     "calibrate": "tune",
     "collect": "collector",
@@ -93,6 +96,7 @@ _HOMES = {
     "save_checkpoint": "checkpoint",
     "sweep": "policy",
     "train": "training",
+    "train_heads": "heads",
 }
 _MODULES = ("data", "metrics", "models", "runtime", "zoo")
 

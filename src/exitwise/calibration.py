@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from exitwise import tensorfiles
+from exitwise.dropout import Dropout
 from exitwise.errors import InputError
 from exitwise.laplace import MODES, Mode, Posterior, Spectrum
 from exitwise.methods import Ensemble, Method
@@ -30,21 +31,22 @@ _LEAST = log(torch.finfo(torch.float32).tiny)
 
 @dataclass(frozen=True, eq=False)
 class CalibratedExit:
-    """One exit's last layer with its temperature and, with Laplace, its posterior; it knows nothing of other exits."""
+    """One exit's last layer with its temperature and its posterior or its dropout; it knows nothing of other exits."""
 
     head: HeadWeights
     temperature: float
     prior_var: float
     posterior: Posterior | None = None
     draws: Tensor | None = None  # (S, c)
+    dropout: Dropout | None = None
 
     def log_probs(self, features: Tensor) -> Tensor:
         """(n, c) from features (n, p), float32."""
         features = features.float()
         logits = self.head.logits(features)
-        if self.posterior is None or self.draws is None or not len(features):
+        if (self.posterior is None and self.dropout is None) or not len(features):
             return (logits / self.temperature).log_softmax(dim=1)
-        if self.posterior.mode == "paper":
+        if self.posterior is not None and self.posterior.mode == "paper":
             return mean_log_probs(logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature)
         return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled(features)])
 
@@ -67,6 +69,9 @@ class CalibratedExit:
 
     def _sampled(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Sampled logits (m, S, c), chunk by chunk."""
+        if self.dropout is not None:
+            yield from self.dropout.sampled(self.head, features)
+            return
         if self.posterior is None or self.draws is None:
             raise InputError("without Laplace there are no draws")
         size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
@@ -110,8 +115,10 @@ class Calibration:
 
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{t:.3g}" for t in self.temperatures)
-        prior = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
-        return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{prior})"
+        more = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
+        if (dropout := self.exits[0].dropout) is not None:
+            more = f", {len(dropout.masks)} masks of rate {dropout.rate}"
+        return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{more})"
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A row per exit; needs pandas."""
@@ -127,6 +134,7 @@ class Calibration:
             "mode": self.mode,
             "temperatures": list(self.temperatures),
             "prior_vars": list(self.prior_vars) if self.method.laplace else None,
+            "dropout": self.method.dropout,
             "ensemble_weights": list(self.weights) if self.weights else None,
             "val_nlpd": list(self.val_nlpd),
             **self.settings,
@@ -193,9 +201,14 @@ class Calibration:
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
                 parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR}
+            if exit.dropout is not None:
+                parts["masks"] = exit.dropout.masks.to(torch.uint8)
             tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
+        method = asdict(self.method)
+        if self.method.dropout is None:
+            del method["dropout"]  # an exitwise that knows no dropout reads the file, too
         metadata = {
-            "method": asdict(self.method),
+            "method": method,
             "mode": self.mode,
             "settings": dict(self.settings),
             "grids": [asdict(grid) for grid in self.grids],
@@ -236,7 +249,8 @@ class Calibration:
             parts = {name: tensors.get(f"exit.{k}.{name}") for name in ("weight", "bias", *_POSTERIOR)}
             head, posterior = _checked_exit(k, parts, mode if method.laplace else None, c)
             temperature, prior_var = float(tensors["temperatures"][k]), float(tensors["prior_vars"][k])
-            exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws))
+            dropout = None if method.dropout is None else _checked_dropout(k, tensors, method.dropout, head)
+            exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws, dropout))
         return cls(
             method=method,
             mode=mode,
@@ -285,6 +299,16 @@ def _checked_exit(
     if not bool((posterior.inverse >= 0).all()) or float(posterior.offset) < 0:
         raise InputError(f"exit.{k}.inverse and exit.{k}.offset must not be negative")
     return head, posterior
+
+
+def _checked_dropout(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWeights) -> Dropout:
+    """Exit k's masks, as many as the first exit's, from tensors that may be anything."""
+    name, first = f"exit.{k}.masks", tensors["exit.0.masks"]
+    masks = tensors[name]
+    _expect(name, masks, torch.uint8, (first.shape[0] if first.dim() else 0, head.weight.shape[1]))
+    if bool((masks > 1).any()):
+        raise InputError(f"{name} must hold zeros and ones, but holds {int(masks.max())}")
+    return Dropout(rate, masks.bool())
 
 
 def ensemble(

@@ -17,7 +17,7 @@ from exitwise.cli_report import command_line, report
 from exitwise.cli_runtime import bench, export, predict
 from exitwise.errors import InputError, SharedError
 from exitwise.first import is_first_process
-from exitwise.methods import OURS, SAMPLES, VANILLA, method_named
+from exitwise.methods import METHODS, OURS, SAMPLES, VANILLA, method_named
 
 if TYPE_CHECKING:
     from exitwise.run import Run
@@ -193,6 +193,9 @@ def ablate(
         tuple[float, float] | None,
         typer.Option(help="Average over budgets from LOW to HIGH; the run's own range if not given."),
     ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(help="A method for one more row, such as 'MC dropout T_opt'; may be repeated.")
+    ] = None,
     mode: Mode = "paper",
     samples: Samples = SAMPLES,
     seed: Seed = 0,
@@ -204,9 +207,10 @@ def ablate(
     from exitwise.live import status
     from exitwise.tables import study
 
+    methods = list(dict.fromkeys([*METHODS, *(method_named(name).name for name in also or [])]))
     opened, trace, tuner = _open(run, mode, samples, seed, search)
-    with status("Calibrating by twelve methods"):
-        found = study(trace, tuner, budget_range)
+    with status(f"Calibrating by {len(methods)} methods"):
+        found = study(trace, tuner, budget_range, methods)
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
         return print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())

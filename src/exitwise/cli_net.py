@@ -63,6 +63,21 @@ def train(
         bool | None, typer.Option(help="By torch.compile; where the training is long enough to pay.")
     ] = None,
     checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint this often, besides every epoch's.")] = 10.0,
+    freeze_backbone: Annotated[
+        bool, typer.Option("--freeze-backbone", help="Train the heads alone, all but the last: seconds to minutes.")
+    ] = False,
+    weights: Annotated[
+        Path | None, typer.Option(help="With --freeze-backbone: a checkpoint to load into the net first.")
+    ] = None,
+    distill: Annotated[
+        float | None, typer.Option(help="With --freeze-backbone: how much heads learn from the last exit, 0 to 1; 0.")
+    ] = None,
+    attach: Annotated[
+        str | None,
+        typer.Option(help="With --freeze-backbone: put exits behind these submodules (a,b,c), or auto with --exits."),
+    ] = None,
+    exits: Annotated[int | None, typer.Option(help="With --attach auto: how many exits, of about equal cost.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="With --freeze-backbone: train the last head, too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN from its newest checkpoint.")] = False,
     force: Force = False,
     as_json: Json = False,
@@ -71,8 +86,10 @@ def train(
 
     `exitwise train --data digits` makes a new run. Interrupted by anything, `exitwise train RUN --resume` goes on bit
     for bit. The net that is kept is that of the epoch with the best validation accuracy at the last exit.
+
+    With --freeze-backbone only the heads learn, each kept from its own best epoch; such a run cannot be resumed.
     """
-    from exitwise import commands, train_commands
+    from exitwise import commands, head_commands, train_commands
     from exitwise.live import Live
     from exitwise.machine import Machine
     from exitwise.training import StoppedError
@@ -84,6 +101,16 @@ def train(
     check_numbers(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
     if workers < 0 or checkpoint_minutes < 0:
         raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
+    whole = {"recipe": recipe, "compile": compile, "precision": precision, "accumulate": accumulate}
+    alone = {"weights": weights, "distill": distill, "last": last or None, "attach": attach, "exits": exits}
+    for name, value in (whole if freeze_backbone else alone).items():
+        if value is not None:
+            only = "does not go with" if freeze_backbone else "is for"
+            raise InputError(f"--{name} {only} --freeze-backbone")
+    if exits is not None and attach != "auto":
+        raise InputError("--exits is for --attach auto")
+    if resume and freeze_backbone:
+        raise InputError("--freeze-backbone cannot go on by --resume: train the heads again with --force")
     if resume:
         fixed = {"split-seed": split_seed, "val-size": val_size, "test-size": test_size, "image-size": image_size}
         fixed |= {"download": download or None, "skip-unreadable": skip_unreadable or None, "force": force or None}
@@ -105,7 +132,13 @@ def train(
                 source = commands.DataChoice(
                     data or "", root, split_seed or 0, val_size, test_size, image_size, skip_unreadable, download
                 )
-                history = train_commands.train_new(place, source, order, means, force, live)
+                if freeze_backbone:
+                    heads = head_commands.HeadOrder(
+                        model, net, weights, last, epochs, batch_size, lr, distill, seed, attach, exits
+                    )
+                    history = head_commands.train_new_heads(place, source, heads, machine, workers, force, live)
+                else:
+                    history = train_commands.train_new(place, source, order, means, force, live)
     except StoppedError as stopped:
         if is_first_process():
             many = f" --devices {devices}" if devices else ""
@@ -194,9 +227,10 @@ def _report(place: Path, history: Any, as_json: bool) -> None:
     best = history.best
     if as_json:
         return print_json(run=str(place), best=best.epoch, **history.to_dict())
-    exits = ", ".join(f"{100 * top1:.2f}" for top1 in best.val_top1)
+    exits = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
+    kept = "each head as it was in its best" if history.kept else f"epoch {best.epoch}"
     print(
-        f"Trained for {len(history.epochs)} epochs; kept is epoch {best.epoch}, "
+        f"Trained for {len(history.epochs)} epochs; kept is {kept}, "
         f"with validation top-1 {exits} % by exit.\n"
         f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}"
     )

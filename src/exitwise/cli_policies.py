@@ -12,7 +12,9 @@ from exitwise.methods import OURS, VANILLA, method_named
 if TYPE_CHECKING:
     from exitwise.policy_commands import Request
 
-MethodOption = Annotated[str, typer.Option(help="One of the paper's methods by its name, or with PoE for MIE.")]
+MethodOption = Annotated[
+    str, typer.Option(help="One of the paper's methods by its name, with PoE for MIE, or MC dropout for Laplace.")
+]
 Strategy = Annotated[
     str, typer.Option(help="How thresholds are made: auto, geometric (the paper's), optimized or label_free.")
 ]

@@ -20,7 +20,9 @@ Budget = Annotated[
     str | None,
     typer.Option(help="Mean cost per image: 2e7 (MACs), 50% of the full net's, or 12ms; the last evaluated one."),
 ]
-MethodOption = Annotated[str | None, typer.Option(help=f"One of the paper's methods, or with PoE for MIE; {OURS}.")]
+MethodOption = Annotated[
+    str | None, typer.Option(help=f"One of the paper's methods, with PoE for MIE, or MC dropout for Laplace; {OURS}.")
+]
 Score = Annotated[str | None, typer.Option(help="What decides: confidence, margin, entropy, variance or patience.")]
 Strategy = Annotated[
     str | None, typer.Option(help="How thresholds are made: auto, geometric, optimized or label_free.")

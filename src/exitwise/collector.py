@@ -13,6 +13,7 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
 from exitwise.net import MultiExitNet, keeping_modes
+from exitwise.runtime.states import length, mapped, tensors
 from exitwise.trace import HeadWeights, Split, Trace
 
 # (images, labels), or (images, labels, positions in the data set)
@@ -88,8 +89,8 @@ def _inference(net: MultiExitNet) -> Any:
         yield
 
 
-def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
-    """Checked batches on the net's device."""
+def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+    """(inputs, labels, index or None) of every batch, inputs on the net's device."""
     device = next(net.parameters()).device
     total = _total(loader)
     done = 0
@@ -98,13 +99,16 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
             )
-        images, labels = torch.as_tensor(batch[0]), torch.as_tensor(batch[1]).cpu()
+        several = isinstance(batch[0], dict | list | tuple) and any(True for _ in tensors(batch[0]))
+        inputs = batch[0] if several else torch.as_tensor(batch[0])
+        labels = torch.as_tensor(batch[1]).cpu()
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
         labels = labels.long()
-        if labels.dim() != 1 or len(images) != len(labels):
+        images = length(inputs, f"what `{name}` gives")
+        if labels.dim() != 1 or images != len(labels):
             raise InputError(
-                f"`{name}` must give one label per image, but gave {len(images)} and labels {tuple(labels.shape)}"
+                f"`{name}` must give one label per image, but gave {images} and labels {tuple(labels.shape)}"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
             raise InputError(
@@ -112,7 +116,7 @@ def _batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Pr
                 f"{net.num_classes} classes, at sample {done} or later"
             )
         index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
-        yield images.to(device), labels, index
+        yield mapped(lambda tensor: tensor.to(device), inputs), labels, index
         done += len(labels)
         if progress:
             progress(name, min(done * processes.world(), total or done), total)
@@ -143,7 +147,7 @@ def _features(
     labels: list[Tensor] = []
     index: list[Tensor | None] = []
     seen = 0
-    for images, batch_labels, batch_index in _batches(net, loader, name, progress):
+    for images, batch_labels, batch_index in checked_batches(net, loader, name, progress):
         first(images)
         for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
             rows.append(x.float().cpu())
@@ -167,7 +171,7 @@ def _curvature(
     """Curvature of every exit."""
     sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
     seen = 0
-    for images, labels, _ in _batches(net, loader, "train", progress):
+    for images, labels, _ in checked_batches(net, loader, "train", progress):
         for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
             sum_.update(x, head.last(x))
         seen += len(labels)

@@ -6,7 +6,7 @@ its input elements, a normalisation nothing (it folds into the convolution befor
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,20 +26,19 @@ def macs(
 
     The net runs once on PyTorch's meta device, so nothing is computed and the net is left as it was. Give the shape of
     one input, such as (3, 32, 32), or a batch of one as `example_inputs`. Only modules are seen: an operation that a
-    module's forward does by itself, such as an addition or `F.relu`, counts nothing.
+    module's forward does by itself, such as an addition or `F.relu`, counts nothing. A module of your own may have a
+    method `macs(inputs, output)`, which says what it costs, all that is in it included.
     """
     if (input_shape is None) == (example_inputs is None):
         raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
     shown = "`example_inputs`" if input_shape is None else f"shape {input_shape}"
-    if any(isinstance(module, nn.MultiheadAttention) for module in net.modules()):
-        raise InputError("cannot count the MACs of a MultiheadAttention: no counting rule for it")
     twin = copy.deepcopy(net).to("meta").eval()
     counts: list[int] = []
 
-    def count(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        counts.append(_count(module, args, output))
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        counts.append(_count(module, (*args, *kwargs.values()), output))
 
-    hooks = [module.register_forward_hook(count) for module in twin.modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(count, with_kwargs=True) for module in _counted(twin)]
     cumulative = []
     with torch.no_grad():
         try:
@@ -76,6 +75,15 @@ def _to_meta(inputs: Any) -> Any:
     return inputs
 
 
+def _counted(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that have a rule or nothing in them: whole ones count for their parts."""
+    if not any(module.children()) or isinstance(module, nn.MultiheadAttention) or hasattr(module, "macs"):
+        yield module
+        return
+    for part in module.children():
+        yield from _counted(part)
+
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh)
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -88,8 +96,14 @@ _FREE = (
 
 
 def _count(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+    if callable(own := getattr(module, "macs", None)):
+        return int(own(args, output))
     if isinstance(module, _FREE):
         return 0
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention(module, *args[:2])
+    if isinstance(module, torch.fx.GraphModule):  # operations without modules
+        return _operations(module, args)
     if isinstance(module, _CONVOLUTIONS):
         return int(output.numel() * module.weight[0].numel())
     if isinstance(module, nn.Linear):
@@ -103,6 +117,24 @@ def _count(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
     if isinstance(module, _ADAPTIVE_POOLS):
         return int(args[0].numel())
     raise InputError(f"cannot count the MACs of a {type(module).__name__}: no counting rule for it")
+
+
+def _attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> int:
+    """Projections with their bias, then the weights of every token for every other, and the sums by them."""
+    d, rows = module.embed_dim, (query.shape[1] if module.batch_first else query.shape[0])
+    others = key.shape[1] if module.batch_first else key.shape[0]
+    biased = int(module.in_proj_bias is not None)
+    inside = rows * d * (d + biased) + others * d * (module.kdim + module.vdim + 2 * biased)
+    return int(inside + 2 * rows * others * d + rows * d * (d + int(module.out_proj.bias is not None)))
+
+
+def _operations(module: nn.Module, args: tuple[Any, ...]) -> int:
+    """Products in a graph, half of what PyTorch's own counter says."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        module(*args)
+    return int(counter.get_total_flops()) // 2
 
 
 def laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> int:

@@ -40,11 +40,18 @@ class Live(Watcher):
     ) -> None:
         self._bars.stop()
 
+    def features(self, split: str, done: int, samples: int | None) -> None:
+        if self._task is None:
+            self._task = self._bars.add_task("", note="")
+        self._bars.update(self._task, description=f"features of {split}", completed=done, total=samples)
+
     def started(self, epochs: int, batches: int, history: History) -> None:
         self._epochs, self._batches = epochs, batches
         done = len(history.epochs)
         if done:
             self._bars.console.print(f"going on after {done} of {epochs} epochs")
+        if self._task is not None:
+            self._bars.remove_task(self._task)
         if done < epochs:
             self._task = self._bars.add_task(f"epoch {done + 1}/{epochs}", total=batches, note="")
 

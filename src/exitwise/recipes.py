@@ -74,6 +74,41 @@ class Recipe:
             raise InputError(f"a recipe is not usable: {error}") from None
 
 
+@dataclass(frozen=True)
+class HeadRecipe:
+    """How heads are trained alone: AdamW, whose learning rate falls along half a cosine.
+
+    A head's loss is (1 - distill) * cross-entropy + distill * temperature^2 * KL(last exit || head), both softmaxes at
+    that temperature.
+    """
+
+    epochs: int = 30
+    batch_size: int = 64
+    lr: float = 0.005
+    weight_decay: float = 0.1
+    distill: float = 0.0
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.schedule()  # refuses what a recipe refuses
+        for name in ("distill", "temperature"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                raise InputError(f"`{name}` must be a number, but got {value!r}")
+        if not 0 <= self.distill <= 1:
+            raise InputError(f"`distill` must be from 0 to 1, but got {self.distill!r}")
+        if self.temperature <= 0:
+            raise InputError(f"`temperature` must be above 0, but got {self.temperature!r}")
+
+    def schedule(self, most: int | None = None) -> Recipe:
+        """The same as a recipe for whole nets, which does not augment; with batches of at most so many."""
+        batch_size = self.batch_size if most is None else min(self.batch_size, most)
+        return Recipe(self.epochs, batch_size, self.lr, weight_decay=self.weight_decay)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 _CROP_AND_FLIP = Augmentation(padding=4, flip=True)
 _PART_AND_FLIP = Augmentation(resized_crop=True, flip=True)
 

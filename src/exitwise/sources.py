@@ -101,6 +101,8 @@ class FromLoader:
 
 
 def _cut(images: Any, labels: Any, parts: int, mine: range) -> Parts:
+    if parts == 1:
+        return [(images, labels)]
     if len(labels) % parts:
         raise InputError(f"a batch of {len(labels)} cannot be cut into {parts} equal parts")
     share = len(labels) // parts

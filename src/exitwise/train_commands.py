@@ -117,6 +117,8 @@ def train_new(
 def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
     """Go on with the training of an existing run."""
     run = Run(directory)
+    if run.training().get("freeze_backbone"):
+        raise InputError(f"{directory} had its heads trained alone, which cannot go on: train it again with --force")
     plan = Plan.of(run)
     _check_same(run, order, plan)
     fabric = replace(means.machine, precision=plan.precision).fabric()

@@ -5,7 +5,7 @@ points by samples, serves every method: alone, or in an ensemble whose earlier e
 of experts needs the other classes, too, as it is normalised over them: there nothing is remembered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exitwise.calibration import CalibratedExit, Calibration, Grid, ensemble, spectra, standard_normals
+from exitwise.dropout import Dropout
 from exitwise.errors import InputError
 from exitwise.laplace import MODES, Mode, Posterior, Spectrum
 from exitwise.methods import OURS, SAMPLES, Ensemble, Method, method_named
@@ -26,6 +27,7 @@ from exitwise.sampled import (
     mean_log_probs,
     sample_logits,
 )
+from exitwise.seeds import generator_of
 from exitwise.trace import HeadWeights, Trace
 
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
@@ -54,8 +56,9 @@ def calibrate(
 ) -> Calibration:
     """Calibrate every exit on the trace's validation split.
 
-    `draws` (S, c) replaces the standard normals that `samples` and `seed` would give. `search="continuous"` goes on
-    from the best grid points by gradient descent and never ends above their validation NLPD.
+    `draws` (S, c) replaces the standard normals that `samples` and `seed` would give; with dropout as many masks are
+    drawn. `search="continuous"` goes on from the best grid points by gradient descent and never ends above their
+    validation NLPD.
     """
     return Tuner(trace, samples, seed, mode, draws, temperatures, prior_vars, search).calibrate(method)
 
@@ -79,16 +82,25 @@ class Tuner:
         self._temperatures = _positive("temperatures", temperatures)
         self._prior_vars = _positive("prior_vars", prior_vars)
         self.trace, self._mode, self._search = trace, mode, search
-        self._draws = standard_normals(samples, trace.num_classes, seed) if draws is None else _checked(draws, trace)
+        self._generator = generator_of(seed)
+        self._draws = (
+            standard_normals(samples, trace.num_classes, self._generator) if draws is None else _checked(draws, trace)
+        )
         self._settings: dict[str, Any] = {"samples": len(self._draws), "search": search}
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
         if mode not in MODES:
             raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
-        self._searched: dict[tuple[int, bool], SearchedExit] = {}
+        self._searched: dict[tuple[int, bool, float | None], SearchedExit] = {}
 
     @cached_property
     def _spectra(self) -> list[Spectrum]:
         return spectra(self.trace, self._mode)
+
+    @cached_property
+    def _uniforms(self) -> list[Tensor]:
+        """(S, p) of every exit, from 0 up to 1: a feature stays where its number is not below the rate."""
+        widths = [head.weight.shape[1] for head in self.trace.heads]
+        return [torch.rand(len(self._draws), width, generator=self._generator) for width in widths]
 
     def calibrate(self, method: Method | str) -> Calibration:
         method = method_named(method) if isinstance(method, str) else method
@@ -97,7 +109,7 @@ class Tuner:
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self.trace.costs.values if method.ensemble else None
-        searched = [self._exit(k, method.laplace) for k in range(self.trace.num_exits)]
+        searched = [self._exit(k, method) for k in range(self.trace.num_exits)]
         chain = (_ProductChain if method.ensemble == "poe" else _Chain)(searched, weights)
         grids = []
         for k in range(self.trace.num_exits):
@@ -115,27 +127,38 @@ class Tuner:
         exits = tuple(
             CalibratedExit(head.single(), *point, self._spectra[k].posterior(point[1]).single(), self._draws)
             if method.laplace
-            else CalibratedExit(head.single(), *point)
+            else CalibratedExit(head.single(), *point, dropout=self._dropout(k, method))
             for k, (head, point) in enumerate(zip(self.trace.heads, chain.points, strict=True))
         )
         return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
 
-    def _exit(self, k: int, laplace: bool) -> "SearchedExit":
-        if (k, laplace) not in self._searched:
+    def _exit(self, k: int, method: Method) -> "SearchedExit":
+        key = (k, method.laplace, method.dropout)
+        if key not in self._searched:
             val = self.trace.val
-            spectrum = self._spectra[k] if laplace else None
-            self._searched[k, laplace] = SearchedExit(
-                self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws
+            spectrum, dropout = self._spectra[k] if method.laplace else None, self._dropout(k, method)
+            self._searched[key] = SearchedExit(
+                self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws, dropout
             )
-        return self._searched[k, laplace]
+        return self._searched[key]
+
+    def _dropout(self, k: int, method: Method) -> Dropout | None:
+        return None if method.dropout is None else Dropout(method.dropout, self._uniforms[k] >= method.dropout)
 
 
 class SearchedExit:
     """What one exit says of the validation samples under any temperature and prior variance."""
 
     def __init__(
-        self, head: HeadWeights, features: Tensor, labels: Tensor, spectrum: Spectrum | None, draws: Tensor
+        self,
+        head: HeadWeights,
+        features: Tensor,
+        labels: Tensor,
+        spectrum: Spectrum | None,
+        draws: Tensor,
+        dropout: Dropout | None,
     ) -> None:
+        self._head, self._features, self._dropout = head, features, dropout
         features = features.float()
         self._logits = head.logits(features)
         self.labels, self._spectrum, self._draws = labels, spectrum, draws
@@ -158,6 +181,9 @@ class SearchedExit:
     def compute_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
         """The same for a part of the samples, differentiable in both."""
         logits, labels = self._logits[part], self.labels[part]
+        if self._dropout is not None:
+            sampled = self._dropout.sampled(self._head, self._features[part])
+            return _true_of_sampled(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
         if self._spectrum is None or self._squares is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)
             rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
@@ -170,11 +196,11 @@ class SearchedExit:
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
         columns = []
         for posterior in posteriors:
-            rows = []
-            for chunk in chunks(len(logits), self._draws.numel()):
-                sampled = sample_logits(logits[chunk], posterior.scale_from(squares[chunk]), posterior, self._draws)
-                rows.append(torch.stack([log_true_softmax(sampled, labels[chunk], t) for t in temperatures]))
-            columns.append(torch.cat(rows, dim=1))
+            sampled = (
+                (chunk, sample_logits(logits[chunk], posterior.scale_from(squares[chunk]), posterior, self._draws))
+                for chunk in chunks(len(logits), self._draws.numel())
+            )
+            columns.append(_true_of_sampled(sampled, labels, temperatures))
         return torch.stack(columns, dim=1)
 
     def log_probs(
@@ -200,10 +226,19 @@ class SearchedExit:
         return shifts
 
     def pieces(self) -> list[slice]:
-        """Parts of the samples that fit in memory with all their draws, or their gradient: one but for `exact`."""
+        """Parts of the samples that fit in memory with all their draws, or their gradient.
+
+        One, but for `exact` and for dropout, where every logit is drawn.
+        """
         n = len(self._logits)
         exact = self._spectrum is not None and self._spectrum.mode == "exact"
-        return list(chunks(n, self._draws.numel())) if exact else [slice(0, n)]
+        return list(chunks(n, self._draws.numel())) if exact or self._dropout is not None else [slice(0, n)]
+
+
+def _true_of_sampled(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, temperatures: Tensor) -> Tensor:
+    """log p(true label) (T, n) from sampled logits (m, S, c), chunk by chunk."""
+    rows = [torch.stack([log_true_softmax(z, labels[part], t) for t in temperatures]) for part, z in sampled]
+    return torch.cat(rows, dim=1)
 
 
 class _Chain:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exitwise.errors import InputError
+from exitwise.models.attach import attach as _attach
 from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
@@ -88,14 +89,21 @@ def build(preset: str, num_classes: int | None = None, in_channels: int | None =
 
 
 def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
-    """The untrained net of a spec, such as {"preset": "cifar100-small"}; a spec is data, it can only name presets."""
-    if (
-        not isinstance(spec, Mapping)
-        or "preset" not in spec
-        or not set(spec) <= {"preset", "num_classes", "in_channels"}
-    ):
-        raise InputError(f"a model spec must hold `preset` and at most `num_classes`, `in_channels`, but got {spec}")
-    return build(**spec)
+    """The untrained net of a spec, such as {"preset": "cifar100-small"}; a spec is data, it can only name presets.
+
+    With `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are put on it again.
+    """
+    more = ("num_classes", "in_channels", "attach")
+    if not isinstance(spec, Mapping) or "preset" not in spec or not set(spec) <= {"preset", *more}:
+        names = ", ".join(f"`{name}`" for name in more)
+        raise InputError(f"a model spec must hold `preset` and at most {names}, but got {spec}")
+    added = spec.get("attach")
+    net = build(**{name: value for name, value in spec.items() if name != "attach"})
+    if added is None:
+        return net
+    if not isinstance(added, Mapping) or set(added) != {"at", "head"} or not isinstance(added["head"], str):
+        raise InputError(f"a model spec's `attach` must hold `at` and `head`, but is {added!r}")
+    return _attach(net.eval(), added["at"], head=added["head"]).train()
 
 
 def budget_range(spec: Mapping[str, Any] | None) -> tuple[float, float] | None:
