@@ -7,19 +7,15 @@ Run it alone on the machine. `--small` is a quick check that the benchmark itsel
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from record import options, record, seconds
 
 import exitwise as ew
 from exitwise.calibration import standard_normals
@@ -30,13 +26,6 @@ from exitwise.trace import HeadWeights, Split, Trace
 from exitwise.tune import PRIOR_VARS, TEMPERATURES
 
 BATCH = 64
-RESULTS = Path(__file__).parent / "results" / "method.json"
-
-
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def forward(net: ew.MultiExitNet, images: torch.Tensor) -> None:
@@ -143,30 +132,15 @@ def imagenet_search(n: int, classes: int, threads: int) -> dict[str, Any]:
     return {"n": n, "seconds": round(taken, 2), "peak GB": round(peak, 2), "GB before the search": round(before, 2)}
 
 
-def machine() -> dict[str, Any]:
-    models = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": str(date.today()),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = options(__doc__, "method.json")
     parser.add_argument("--imagenet", nargs=3, type=int, metavar=("N", "CLASSES", "THREADS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.imagenet:
         print(json.dumps(imagenet_search(*arguments.imagenet)))
         return
     small = arguments.small
-    results: dict[str, Any] = {"command": "make benchmark", "machine": machine()}
+    results: dict[str, Any] = {}
     results["cifar"] = [
         cifar(threads, 1, 128, 2) if small else cifar(threads, 5, 5000, 40) for threads in ([1] if small else [1, 2])
     ]
@@ -177,9 +151,7 @@ def main() -> None:
         runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     growth = round(runs[1]["seconds"] / runs[0]["seconds"], 2)
     results["imagenet"] = {"classes": classes, "exits": 5, "threads": 1 if small else 2, "runs": runs, "growth": growth}
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    record(arguments.out, results)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ usage: policies.py [--small] [--out FILE]
 CIFAR-100, random weights) over as many images. Run it alone on the machine. `--small` checks the benchmark itself.
 """
 
-import argparse
-import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from method import BATCH, forward, machine, seconds
+from method import BATCH, forward
+from record import options, record, seconds
 
 import exitwise as ew
 from exitwise.comparison import budgets
 
-RESULTS = Path(__file__).parent / "results" / "policies.json"
 STRATEGIES = ("geometric", "optimized", "label_free", "auto")
 
 
@@ -68,15 +65,9 @@ def measure(threads: int, repeats: int, samples: int, images: int, number: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "policies.json").parse_args()
     settings = [(1, 1, 300, 64, 4)] if arguments.small else [(threads, 3, 10_000, 512, 100) for threads in (1, 2)]
-    results = {"command": "make benchmark", "machine": machine(), "measured": [measure(*each) for each in settings]}
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    record(arguments.out, {"measured": [measure(*each) for each in settings]})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ classes with as many pictures as fit, and 50,000 x 5 x 1,000. Run it alone on th
 benchmark itself.
 """
 
-import argparse
-import json
 import resource
 import shutil
 import subprocess
@@ -20,15 +18,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from method import imagenet_trace, machine, seconds
+from method import imagenet_trace
 from playwright.sync_api import sync_playwright
+from record import options, record, seconds
 
 from exitwise.data import HoldOut, load
 from exitwise.files import write_json
 from exitwise.run import describe
 from exitwise.trace import Trace
 
-RESULTS = Path(__file__).parent / "results" / "report.json"
 LARGE = (128,) * 8
 IMAGENET = (384, 384, 352, 304, 560)
 
@@ -121,17 +119,11 @@ def in_browser(page: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "report.json").parse_args()
     settings = [(10_000, 5_000, 100, LARGE, True), (50_000, 50_000, 1000, IMAGENET, False)]
     if arguments.small:
         settings = [(300, 200, 100, (8, 9), True)]
-    results = {"command": "make benchmark", "machine": machine(), "measured": [measure(*each) for each in settings]}
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    record(arguments.out, {"measured": [measure(*each) for each in settings]})
 
 
 if __name__ == "__main__":

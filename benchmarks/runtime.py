@@ -5,7 +5,6 @@ usage: runtime.py [--small] [--out FILE]
 Run it alone on the machine. `--small` is a quick check that the benchmark itself works; its figures mean nothing.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,14 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from method import machine, seconds
+from record import options, record, seconds
 
 import exitwise as ew
 from exitwise.calibration import Calibration
 from exitwise.runtime import bench, engine
 from exitwise.runtime.onnx import OnnxBackend, Session
 
-RESULTS = Path(__file__).parent / "results" / "runtime.json"
 SHAPE = (3, 32, 32)
 BUDGETS = (0.25, 0.5, 0.75)
 
@@ -243,9 +241,7 @@ POOLING = "stream at 25%, without pooling / with it, by batch size"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = options(__doc__, "runtime.json")
     parser.add_argument("--one", nargs=2, metavar=("NET", "THREADS"), help="this net with these threads, to stdout")
     arguments = parser.parse_args()
     if arguments.one:
@@ -262,8 +258,7 @@ def main() -> None:
             done = subprocess.run(order, check=True, stdout=subprocess.PIPE, env=environment)
             measured.append(json.loads(done.stdout.splitlines()[-1]))
             print(f"{net}, {threads} threads: done", file=sys.stderr)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": machine(), "measured": measured}, indent=2) + "\n")
+    record(arguments.out, {"measured": measured})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Run it alone on the machine. `--small` is a quick check that the benchmark itsel
 The pictures are random: what is measured does not depend on what they show.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from method import machine
 from PIL import Image, ImageOps
+from record import options, record
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -34,7 +32,6 @@ from exitwise.recipes import RECIPES
 from exitwise.sources import source_of
 from exitwise.training import Trainer
 
-RESULTS = Path(__file__).parent / "results" / "training.json"
 EPOCH = 45_000 // 64  # batches
 AMORTISED = 30  # epochs
 SPREAD = f"ours, compiled, with compiling spread over {AMORTISED} epochs, against the plain loop"
@@ -270,14 +267,11 @@ def peak(batches: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    small = options.small
+    arguments = options(__doc__, "training.json").parse_args()
+    small = arguments.small
     threads = (1,) if small else (2, 1)
     repeats, chunk = (1, 1) if small else (7, 5)
-    report: dict[str, Any] = {"command": "make benchmark", "machine": machine()}
+    report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # an empty one: compiling is measured, not remembered
         report["training, MSDNet-small, batches of 64"] = [throughput(t, repeats, chunk, not small) for t in threads]
@@ -286,9 +280,7 @@ def main() -> None:
     report["collect"] = [collecting(t, 1 if small else 5, 2 if small else 40) for t in threads]
     sizes = (2, 4) if small else (79, 782)
     report["collect, peak megabytes"] = {f"{64 * n} images": round(memory(n), 1) for n in sizes}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    record(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""What the benchmarks share: their options, the clock, the machine's name, and how results are written down."""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def options(about: str | None, results: str) -> argparse.ArgumentParser:
+    """Every benchmark has a small version, which checks the benchmark itself, and a file of `results`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / results)
+    return parser
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def machine() -> dict[str, Any]:
+    models = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": str(date.today()),
+    }
+
+
+def record(file: Path, measured: dict[str, Any]) -> None:
+    """Into a file, with the machine and the command, and to the terminal."""
+    text = json.dumps({"command": "make benchmark", "machine": machine(), **measured}, indent=2)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n", encoding="utf-8")
+    print(text)
