@@ -62,8 +62,10 @@ def fitted(net: ew.MultiExitNet, images: Callable[[int, int], tuple[Any, Tensor]
             features = net.eval().features(train)
         for head, x in zip(net.exits, features, strict=True):
             phi = x if head.last.bias is None else torch.cat([x, torch.ones(len(x), 1)], dim=1)
-            target = nn.functional.one_hot(labels, net.num_classes).float() * 10
-            solution = torch.linalg.lstsq(phi, target).solution.T
+            target = nn.functional.one_hot(labels, net.num_classes).double() * 10
+            # Not by `lstsq`: where a feature is zero for all pictures, what it gives differs from call to call.
+            gram = phi.T.double() @ phi.double() + torch.eye(phi.shape[1])
+            solution = torch.linalg.solve(gram, phi.T.double() @ target).T
             head.last.weight.copy_(solution[:, : x.shape[1]])
             if head.last.bias is not None:
                 head.last.bias.copy_(solution[:, -1])
