@@ -263,6 +263,23 @@ def test_a_trained_head_goes_on_from_what_it_is(bias: bool) -> None:
     before = net(vectors().tensors[0])[0]
     ew.train_heads(net, vectors(), vectors(40, 1), lr=0.0, epochs=1)
     torch.testing.assert_close(net(vectors().tensors[0])[0], before, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():  # so sure of itself that its loss is larger than a guess's
+        for parameter in net.exits[0].parameters():
+            parameter.mul_(200)
+    ew.train_heads(net, vectors(), vectors(40, 1), lr=0.0, epochs=1)
+    torch.testing.assert_close(net(vectors().tensors[0])[0], 200 * before, rtol=1e-3, atol=1e-2)
+
+
+def test_where_there_is_nothing_to_learn_weights_do_not_grow_from_training_to_training() -> None:
+    """Each begins anew where the one before learned no more than a guess."""
+    rng = torch.Generator().manual_seed(0)
+    noise = [TensorDataset(torch.randn(n, 6, generator=rng), torch.randint(4, (n,), generator=rng)) for n in (400, 99)]
+    net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [_head(nn.Linear(8, 4)) for _ in range(2)])
+    with torch.no_grad():
+        net.stages[0].weight.mul_(0.01)
+    for _ in range(3):
+        history = ew.train_heads(net, *noise, epochs=2)
+        assert history.epochs[0].train_loss < 2  # of a guess: 1.39
 
 
 def _head(last: nn.Linear) -> ew.Head:

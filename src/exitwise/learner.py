@@ -14,7 +14,8 @@ from exitwise.models.msdnet import Neck
 from exitwise.net import Head
 from exitwise.runtime.states import mapped, tensors
 
-_KNOWS = 0.9  # of a guess's loss: a head that does no better is new, and its weights are as good for any scale
+_KNOWS = 0.9  # of a guess's loss: a head that does no better, at whatever temperature, is new
+_TEMPERATURES = (1.0, 3.0, 10.0, 30.0)
 _LEAST = 0.1  # of the mean deviation: a feature that hardly ever varies is not blown up
 
 
@@ -54,11 +55,12 @@ class Learner:
             deviation = (inputs - mean).square().mean(0).sqrt()
             deviation = deviation.clamp_min(max(_LEAST * float(deviation.mean()), 1e-12))
             self._spread = mean, deviation
-            said = self.says(inputs)
-            if cross_entropy(said, labels) < _KNOWS * log(said.shape[1]):  # it goes on from what it is
+            if _knows(self.says(inputs), labels):  # it goes on from what it is
                 if first.bias is not None:
                     first.bias.add_(first.weight @ mean)
                 first.weight.mul_(deviation)
+            else:  # whatever scale its weights have, they are not for such features
+                first.reset_parameters()
         return list(self._copy.parameters())
 
     def logits(self, inputs: Any) -> Tensor:
@@ -96,6 +98,12 @@ class Learner:
     def restore(self) -> None:
         """Put the best weights into the head, or those that it came with."""
         self._head.load_state_dict(self._weights)
+
+
+def _knows(logits: Tensor, labels: Tensor) -> bool:
+    """Whether logits say more of labels than a guess would."""
+    least = min(float(cross_entropy(logits / temperature, labels)) for temperature in _TEMPERATURES)
+    return least < _KNOWS * log(logits.shape[1])
 
 
 def split(head: Head, state: Any) -> tuple[nn.Sequential, nn.Sequential]:
