@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import exitwise as ew
@@ -131,6 +131,23 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
 # The counting rule
 
 
+class Steps(nn.Module):
+    """What a recurrent layer gives at every step."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps: Tensor = self.layer(x)[0]
+        return steps
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "outputs", "expected"),
     [
@@ -141,12 +158,28 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
         pytest.param(nn.Conv2d(4, 4, 3, groups=4), (4, 5, 5), 36, 4 * 9 * 9, id="depthwise conv"),
         pytest.param(nn.Conv1d(2, 4, 5), (2, 10), 24, 4 * 6 * 2 * 5, id="conv 1d"),
         pytest.param(nn.Conv3d(1, 2, 2), (1, 3, 3, 3), 16, 2 * 8 * 8, id="conv 3d"),
+        pytest.param(nn.ConvTranspose2d(3, 8, 2, stride=2), (3, 5, 5), 800, 3 * 25 * 8 * 4, id="transposed conv"),
+        pytest.param(nn.ConvTranspose2d(4, 8, 3, groups=2), (4, 5, 5), 392, 4 * 25 * 4 * 9, id="transposed, grouped"),
+        pytest.param(nn.ConvTranspose1d(2, 3, 5), (2, 6), 30, 2 * 6 * 3 * 5, id="transposed conv 1d"),
+        pytest.param(Steps(nn.LSTM(7, 5, batch_first=True)), (3, 7), 15, 3 * 4 * 5 * (7 + 5 + 2), id="LSTM"),
+        pytest.param(Steps(nn.GRU(7, 5, batch_first=True, bias=False)), (3, 7), 15, 3 * 3 * 5 * (7 + 5), id="GRU"),
         pytest.param(nn.Linear(7, 5), (7,), 5, 5 * 7 + 5, id="linear"),
         pytest.param(nn.Linear(7, 5, bias=False), (7,), 5, 5 * 7, id="linear, no bias"),
         pytest.param(nn.Linear(7, 5), (3, 7), 15, 3 * (5 * 7 + 5), id="linear on a sequence"),
         *(
             pytest.param(act(), (3, 4, 4), 48, 48, id=act.__name__)
-            for act in (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh)
+            for act in (
+                nn.ReLU,
+                nn.ReLU6,
+                nn.LeakyReLU,
+                nn.ELU,
+                nn.GELU,
+                nn.SiLU,
+                nn.Hardswish,
+                nn.Sigmoid,
+                nn.Tanh,
+                nn.Mish,
+            )
         ),
         pytest.param(nn.AvgPool2d(2), (3, 4, 4), 12, 12 * 4, id="average pool"),
         pytest.param(nn.AvgPool2d((2, 3)), (1, 4, 6), 4, 4 * 6, id="average pool, oblong"),
@@ -157,11 +190,13 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
         pytest.param(nn.AdaptiveAvgPool2d(1), (3, 4, 5), 3, 3 * 4 * 5, id="adaptive pool to 1"),
         pytest.param(nn.AdaptiveAvgPool2d(2), (3, 4, 4), 12, 3 * 4 * 4, id="adaptive pool to 2"),
         pytest.param(nn.AdaptiveAvgPool1d(1), (3, 7), 3, 3 * 7, id="adaptive pool 1d"),
+        pytest.param(nn.AdaptiveMaxPool2d(1), (3, 4, 5), 3, 3 * 4 * 5, id="adaptive max pool"),
         pytest.param(nn.BatchNorm2d(3), (3, 4, 4), 48, 0, id="batch norm"),
         pytest.param(nn.GroupNorm(1, 3), (3, 4, 4), 48, 0, id="group norm"),
         pytest.param(nn.Dropout(0.5), (9,), 9, 0, id="dropout"),
         pytest.param(nn.Flatten(), (3, 4), 12, 0, id="flatten"),
         pytest.param(nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU()), (1, 3, 3), 18, 18 + 18, id="conv and relu"),
+        pytest.param(fx.symbolic_trace(Product()), (3, 4), 9, 3 * 3 * 4, id="a graph of operations"),
         pytest.param(nn.Sequential(*[nn.ReLU()] * 3), (5,), 5, 15, id="one module used three times"),
         pytest.param(
             nn.Sequential(nn.Linear(4, 4), nn.Sequential()),
@@ -229,10 +264,10 @@ class Doubled(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize("module", [Doubled(), nn.LSTM(4, 4), nn.ConvTranspose1d(4, 4, 1), nn.LPPool1d(2, 2)])
+@pytest.mark.parametrize("module", [Doubled(), nn.Unfold(1), nn.LPPool1d(2, 2)])
 def test_a_module_without_a_rule_is_refused_by_name(module: nn.Module) -> None:
     with pytest.raises(ew.InputError, match=rf"cannot count the MACs of a.* {type(module).__name__}\b"):
-        ew.macs(one_exit(module, 4), (4,) if isinstance(module, Doubled) else (4, 4))
+        ew.macs(one_exit(module, 4), (4, 4, 4) if isinstance(module, nn.Unfold) else (4, 4))
 
 
 # What `macs` takes, and how it leaves the net

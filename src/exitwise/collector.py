@@ -41,10 +41,11 @@ def collect(
 ) -> Trace:
     """Run the net over loaders of (images, labels) and keep what calibration needs.
 
-    A loader may also give (images, labels, index), index being each sample's position in the data set. Train must come
-    without augmentation. Memory does not grow with the train set. Unless given, `costs` are counted in MACs for
-    inputs of val's shape, and `budget_range` is the paper's for the net's preset. `curvature="average"` is the
-    public code's exponential average, for comparison. The net's device and mode are left as they were.
+    A batch is images (m, ...) as the net takes them, labels (m,), whole numbers in 0..c-1, and perhaps index (m,), each
+    sample's position in the data set; m may change from batch to batch. Train must come without augmentation. Memory
+    does not grow with the train set. Unless given, `costs` (K,) are counted in MACs for inputs of val's shape, and
+    `budget_range` is the paper's for the net's preset. `curvature="average"` is the public code's exponential average,
+    for comparison. The net's device and mode are left as they were.
 
     Among several processes (a `torch.distributed` group), each takes whole batches in turn from loaders that give all
     of them the same, and every process returns the whole trace.
@@ -57,11 +58,11 @@ def collect(
         raise InputError("`curvature` 'average' depends on the order of batches: one process alone can collect it")
     counted = [] if costs is None else [Costs.of(costs)]
 
-    def count(images: Tensor) -> None:
+    def count(inputs: Any) -> None:
         """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
         if not counted:
             try:
-                counted.append(Costs.of(macs(net, tuple(images.shape[1:]))))
+                counted.append(Costs.of(macs(net, example_inputs=mapped(lambda tensor: tensor[:1], inputs))))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
 
@@ -141,7 +142,7 @@ def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) ->
 
 
 def _features(
-    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, first: Callable[[Tensor], None]
+    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, first: Callable[[Any], None]
 ) -> Split:
     features: list[list[Tensor]] = [[] for _ in net.exits]
     labels: list[Tensor] = []

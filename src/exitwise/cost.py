@@ -1,8 +1,8 @@
 """What a prediction costs, in multiply-adds (MACs); the paper calls the same count "practical FLOPs".
 
 Counting rule: a convolution is its multiply-adds without the bias, a linear layer its multiply-adds plus the bias,
-an activation one per element, average and max-pooling the kernel's area per output element, adaptive average pooling
-its input elements, a normalisation nothing (it folds into the convolution before it).
+an activation one per element, average and max-pooling the kernel's area per output element, adaptive pooling its input
+elements, a recurrent layer its weights once per step, and a normalisation nothing, as it folds into a convolution.
 """
 
 import copy
@@ -12,9 +12,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.methods import SAMPLES
 from exitwise.net import MultiExitNet
 
@@ -49,7 +50,7 @@ def macs(
         except InputError:
             raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise InputError(f"the net cannot take inputs of {shown}: {reason}") from None
     for hook in hooks:
         hook.remove()
@@ -85,12 +86,21 @@ def _counted(module: nn.Module) -> Iterator[nn.Module]:
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ACTIVATIONS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
+    *(nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Softmax, nn.LogSoftmax),
+)
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_ADAPTIVE_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+_ADAPTIVE_POOLS = (
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
 _FREE = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm),
-    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Embedding),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm),
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.Embedding, nn.PixelShuffle, nn.ChannelShuffle, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad2d),
     nn.Sequential,  # an empty one: those with modules in them are not counted themselves
 )
 
@@ -102,10 +112,14 @@ def _count(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
         return 0
     if isinstance(module, nn.MultiheadAttention):
         return _attention(module, *args[:2])
-    if isinstance(module, torch.fx.GraphModule):  # operations without modules
+    if isinstance(module, fx.GraphModule):  # operations without modules
         return _operations(module, args)
     if isinstance(module, _CONVOLUTIONS):
         return int(output.numel() * module.weight[0].numel())
+    if isinstance(module, _TRANSPOSED):
+        return int(args[0].numel() * module.weight[0].numel())
+    if isinstance(module, nn.RNNBase):  # every weight once for each step
+        return int(args[0].numel() // module.input_size * sum(p.numel() for p in module.parameters()))
     if isinstance(module, nn.Linear):
         return int(output.numel() * (module.in_features + (module.bias is not None)))
     if isinstance(module, _ACTIVATIONS):
@@ -128,12 +142,10 @@ def _attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> int
     return int(inside + 2 * rows * others * d + rows * d * (d + int(module.out_proj.bias is not None)))
 
 
-def _operations(module: nn.Module, args: tuple[Any, ...]) -> int:
+def _operations(module: fx.GraphModule, args: tuple[Any, ...]) -> int:
     """Products in a graph, half of what PyTorch's own counter says."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as counter:
-        module(*args)
+        module.forward(*args)  # not itself: it would be counted again
     return int(counter.get_total_flops()) // 2
 
 
