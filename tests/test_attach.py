@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, linear, scaled_dot_product_attention
-from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
 from exitwise.models.carrying import Common
+from exitwise.models.tracing import Inputs
 from exitwise.runtime.onnx import Session
 from exitwise.runtime.states import length, mapped, tensors
 
@@ -434,12 +434,18 @@ def test_costs_grow_by_what_stages_compute(name: str) -> None:
 # -- all that can be done with a net
 
 
-@pytest.mark.parametrize("name", ["resnet_inside", "vit", "causal"])
+CASES["one_by_name"] = (CASES["samples_second"][0], {"ids": IDS}, CASES["samples_second"][2])
+EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "two_inputs", "padded", "by_name")
+
+
+@pytest.mark.parametrize("name", EXPORTED)
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
-    _, net, inputs = attached(name)
-    inputs = torch.randn(40, *inputs.shape[1:], generator=seeded(2))
-    loader = DataLoader(TensorDataset(inputs, torch.arange(40) % net.num_classes), batch_size=16)
-    trace = ew.collect(net, train=loader, val=loader, test=loader)
+    """Also with tokens, with several inputs in a row or by name, and with masks."""
+    _, net, few = attached(name)
+    inputs = Inputs.of(few).batch(40).given
+    labels = torch.arange(40) % net.num_classes
+    batches = [(some(inputs, part), labels[part]) for part in torch.arange(40).split(16)]
+    trace = ew.collect(net, train=batches, val=batches, test=batches)
     cal = ew.calibrate(trace)
     budget = float(np.mean(trace.costs.values))
     policy = ew.fit_policy(cal.predict(trace.val), trace.val.labels, trace.costs, budget=budget, strategy="geometric")
@@ -448,12 +454,22 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     clf = ew.Classifier(net, cal, policy)
     said = clf(inputs)
     assert said.exits.tolist() == simulated
-    assert [answer.exit for answer in clf.stream(inputs, batch_size=9)] == simulated
-    clf.export(tmp_path / "bundle", example=inputs[:2])
-    there = Session(tmp_path / "bundle")(inputs.numpy())
+    single = [some(inputs, i) for i in range(40)]
+    assert [answer.exit for answer in clf.stream(single, batch_size=9)] == simulated
+    clf.export(tmp_path / "bundle", example=some(inputs, slice(2)))
+    session = Session(tmp_path / "bundle", threads=1)
+    there = session(arrays(inputs))
     assert there.exits.tolist() == simulated
     np.testing.assert_allclose(there.probs, said.probs.numpy(), atol=1e-5)
+    assert [answer.exit for answer in session.stream(map(arrays, single), batch_size=9)] == simulated
     torch.testing.assert_close(clf.optimize()(inputs).probs, said.probs, rtol=1e-4, atol=1e-5)
+
+
+def arrays(inputs: Any) -> Any:
+    """As they are given to a session, which has constants in its graphs."""
+    if isinstance(inputs, dict):
+        return {name: value.numpy() for name, value in inputs.items() if isinstance(value, Tensor)}
+    return tuple(value.numpy() for value in inputs) if isinstance(inputs, tuple) else inputs.numpy()
 
 
 @pytest.mark.parametrize("preset", ["cifar100-resnet8", "cifar100-densenet10"])

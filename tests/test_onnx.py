@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise.runtime import export as exporting
-from exitwise.runtime.bundle import OPSET, Manifest, opset_of
+from exitwise.runtime.bundle import OPSET, Input, Manifest, opset_of
 from exitwise.runtime.onnx import Session
 from exitwise.scores import scores
 
@@ -381,7 +381,9 @@ class TestBundleRefused:
         "change",
         [
             {"num_classes": 4},
-            {"shape": [3, 6, 7]},
+            {"inputs": [{"name": "image", "shape": [3, 6, 7], "dtype": "float32"}]},
+            {"inputs": []},
+            {"inputs": [{"name": "image", "shape": list(SHAPE), "dtype": "float32"}] * 2},
             {"classes": ["a"]},
             {"graphs": []},
             {"costs": {"values": [1.0], "unit": "MACs"}},
@@ -402,7 +404,12 @@ class TestManifest:
         assert found.preprocessing == COLOURS
         assert found.classes == CLASSES
         assert found.costs == clf.costs_of(colours(1))
-        assert (found.shape, found.num_classes, found.memory, found.method) == (SHAPE, 5, "drawn", OURS)
+        assert (found.inputs, found.num_classes, found.memory, found.method) == (
+            (Input("image", SHAPE),),
+            5,
+            "drawn",
+            OURS,
+        )
         assert found.versions["torch"] == torch.__version__
         found.save(tmp_path)
         assert (tmp_path / "manifest.json").read_bytes() == (path / "manifest.json").read_bytes()
@@ -461,8 +468,10 @@ class TestManifest:
             {"memory": None},
             {"memory": "probs"},
             {"num_classes": 4, "classes": None},
-            {"shape": [3, 8, 8], "preprocessing": None},
-            {"shape": [108], "preprocessing": None},
+            *(
+                {"inputs": [{"name": "image", "shape": shape, "dtype": dtype}], "preprocessing": None}
+                for shape, dtype in (([3, 8, 8], "float32"), ([108], "float32"), (list(SHAPE), "int64"))
+            ),
         ],
     )
     def test_a_manifest_that_does_not_fit_its_graphs_is_refused_at_once(
@@ -585,13 +594,13 @@ class TestExport:
             refused(lambda wrong=wrong: clf.export(tmp_path / "a", example=wrong), "`example`")
         assert not list(tmp_path.iterdir())
         clf.export(tmp_path / "a", example=colours(1))
-        assert Manifest.load(tmp_path / "a").shape == SHAPE
+        assert Manifest.load(tmp_path / "a").inputs == (Input("image", SHAPE),)
         assert Manifest.load(tmp_path / "a").preprocessing is None
 
     def test_a_preset_knows_the_shape(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exporting, "_write", stub)
         classifier().export(tmp_path / "a")
-        assert Manifest.load(tmp_path / "a").shape == (1, 8, 8)
+        assert Manifest.load(tmp_path / "a").inputs == (Input("image", (1, 8, 8)),)
 
     def test_the_classifier_is_left_as_it_was(self, bundle: Bundle) -> None:
         clf, _ = bundle("MSDNet")

@@ -13,9 +13,27 @@ from exitwise.files import read_json, write_json
 from exitwise.policy import Policy
 from exitwise.preprocessing import Preprocessing
 
-FORMAT, VERSION = "exitwise.bundle", 1
+FORMAT, VERSION = "exitwise.bundle", 2
 MANIFEST = "manifest.json"
 OPSET = 20  # of the operators in the graphs
+# Of what the first graph takes, as NumPy and onnxruntime call them.
+DTYPES = {"float32": "tensor(float)", "int64": "tensor(int64)", "int32": "tensor(int32)", "bool": "tensor(bool)"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the first graph takes of every sample: its image, or one of several things by their names."""
+
+    name: str
+    shape: tuple[int, ...]  # of one sample
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not isinstance(self.name, str) or self.dtype not in DTYPES:
+            raise InputError(f"an input must have a name and be of {', '.join(DTYPES)}, but is {self}")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in self.shape):
+            raise InputError(f"the shape of {self.name} must be whole numbers, but is {self.shape}")
 
 
 @dataclass(frozen=True)
@@ -42,15 +60,15 @@ class Graph:
 class Manifest:
     """What a bundle holds.
 
-    The first graph takes `image`, the others the state that the one before put out, as `state.0`, `state.1` and so on
-    what that calls `next.0`, `next.1`, and where exits are ensembled the `memory` of those before: the output that
+    The first graph takes the `inputs`, the others the state that the one before put out, as `state.0`, `state.1` and so
+    on what that calls `next.0`, `next.1`, and where exits are ensembled the `memory` of those before: the output that
     `memory` names here, "probs" or "drawn". Every graph puts out `probs`, those of the ensemble where there is one,
     and for a policy on it the `variance`.
     """
 
     graphs: tuple[Graph, ...]
     memory: str | None
-    shape: tuple[int, ...]  # of one image, float32
+    inputs: tuple[Input, ...]
     num_classes: int
     policy: Policy
     costs: Costs
@@ -60,9 +78,11 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        whole = (*self.shape, self.num_classes)
-        if not whole or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in whole):
-            raise InputError(f"shape and num_classes must be whole numbers, but are {whole}")
+        classes = self.num_classes
+        if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+            raise InputError(f"num_classes must be a whole number, but is {classes!r}")
+        if not self.inputs or len({each.name for each in self.inputs}) < len(self.inputs):
+            raise InputError("it must have inputs, no two with the same name")
         counts = {len(self.graphs), len(self.policy.thresholds), len(self.costs)}
         if len(counts) != 1 or not self.graphs:
             raise InputError("it must have as many graphs, thresholds and costs, one per exit")
@@ -70,15 +90,16 @@ class Manifest:
             raise InputError(f"its policy is in {self.policy.unit}, but its costs are in {self.costs.unit}")
         if self.classes is not None and len(self.classes) != self.num_classes:
             raise InputError(f"it must name {self.num_classes} classes, but names {len(self.classes)}")
-        if self.preprocessing is not None and self.preprocessing.shape != self.shape:
-            raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {self.shape}")
+        taken = [(each.shape, each.dtype) for each in self.inputs]
+        if self.preprocessing is not None and taken != [(self.preprocessing.shape, "float32")]:
+            raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {taken}")
         if self.memory not in (None, "probs", "drawn"):
             raise InputError(f"its memory must be probs, drawn or nothing, but is {self.memory!r}")
         for exit, graph in enumerate(self.graphs):
             carried = self.kept(exit - 1) if exit else ()
             memory = ("memory",) if exit and self.memory else ()
             states = tuple(f"state.{i}" for i in range(len(carried) - len(memory)))
-            if graph.inputs != ((*states, *memory) if exit else ("image",)):
+            if graph.inputs != ((*states, *memory) if exit else tuple(each.name for each in self.inputs)):
                 raise InputError(f"{graph.file} does not take what the graph before it puts out")
             said = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
             if not set(said) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
@@ -94,13 +115,19 @@ class Manifest:
             raise InputError(f"{self.graphs[exit].file} must put out {self.memory}, but puts out {outputs}")
         return (*states, self.memory)
 
-    def problem(self, exit: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-        """What is wrong with a graph that takes and puts out these names, with their shapes; None if nothing is."""
+    def problem(
+        self, exit: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any], types: Mapping[str, str]
+    ) -> str | None:
+        """What is wrong with a graph that takes and puts out these names, with their shapes, and the types of what it
+        takes; None if nothing is."""
         graph = self.graphs[exit]
         if set(inputs) != set(graph.inputs) or set(outputs) != set(graph.outputs):
             return f"it takes {', '.join(inputs)} and puts out {', '.join(outputs)}"
-        if exit == 0 and tuple(inputs["image"][1:]) != self.shape:
-            return f"it takes images of {tuple(inputs['image'][1:])}, not {self.shape}"
+        for each in () if exit else self.inputs:
+            if tuple(inputs[each.name][1:]) != each.shape:
+                return f"it takes an {each.name} of {tuple(inputs[each.name][1:])}, not {each.shape}"
+            if types[each.name] != DTYPES[each.dtype]:
+                return f"its {each.name} is a {types[each.name]}, not {each.dtype}"
         if tuple(outputs["probs"][1:]) != (self.num_classes,):
             return f"it puts out probabilities of {tuple(outputs['probs'][1:])} classes, not {self.num_classes}"
         if "memory" in inputs and len(inputs["memory"]) != (3 if self.memory == "drawn" else 2):
@@ -114,7 +141,7 @@ class Manifest:
             "opset": OPSET,
             "graphs": [asdict(graph) for graph in self.graphs],
             "memory": self.memory,
-            "shape": list(self.shape),
+            "inputs": [asdict(each) for each in self.inputs],
             "num_classes": self.num_classes,
             "policy": self.policy.to_dict(),
             "costs": {"values": list(self.costs.values), "unit": self.costs.unit},
@@ -143,7 +170,7 @@ class Manifest:
             return cls(
                 graphs=tuple(Graph(**graph) for graph in about["graphs"]),
                 memory=about["memory"],
-                shape=tuple(about["shape"]),
+                inputs=tuple(Input(**each) for each in about["inputs"]),
                 num_classes=about["num_classes"],
                 policy=Policy.from_dict(about["policy"]),
                 costs=Costs(**about["costs"]),

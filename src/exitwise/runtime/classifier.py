@@ -32,8 +32,8 @@ class Classifier(nn.Module):
 
     For inference only. The net is used as it is, in evaluation mode while images are in it; its own mode is left as it
     was. Images are a float tensor (n, ...) as the net takes it or, where the `preprocessing` is known, bytes
-    (n, channels, height, width). `costs` are what leaving at each exit costs: the policy's own unless given, else they
-    are counted in MACs. Several threads may share a classifier.
+    (n, channels, height, width). `costs` (K,) are what leaving at each exit costs: the policy's own unless given, else
+    they are counted in MACs. Several threads may share a classifier.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Classifier(nn.Module):
         self._evaluating = Evaluating(net)
 
     def forward(self, images: Any) -> Prediction:
-        """Run stage by stage, letting samples go, until nobody is left; everything in the result is on the CPU."""
+        """Run images (n, ...) stage by stage, letting samples go, until nobody is left; the result is on the CPU."""
         found = engine.classify(self.backend(), self.policy, images)
         probs, predicted, exits, costs = map(torch.from_numpy, found)
         return Prediction(probs, predicted, exits, costs, self.policy.unit)
@@ -94,6 +94,7 @@ class Classifier(nn.Module):
     ) -> Iterator[Answer]:
         """Answers for single images, in their order, from any iterable; deep stages run on full batches.
 
+        An image has the shape of one sample, (channels, height, width) for most nets, and its answer probs (c,).
         Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together. Answers fall at
         most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
         becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end. A
@@ -121,7 +122,7 @@ class Classifier(nn.Module):
         return self
 
     def costs_of(self, images: Any) -> Costs:
-        """What leaving at each exit costs; MACs are counted for images of this shape where nothing else is known."""
+        """What leaving at each of K exits costs; MACs are counted for images (n, ...) where nothing else is known."""
         if self.costs is None:
             one = states.mapped(
                 lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), images
@@ -193,8 +194,8 @@ class Classifier(nn.Module):
         """Write an ONNX bundle to a folder: a graph per stage with its calibrated exit, and a manifest.
 
         `exitwise.runtime.onnx.Session` runs it without torch. The shape of an image is that of the preprocessing or of
-        the net's preset; a classifier that knows neither needs a batch of images as `example`. An existing bundle
-        is replaced only with `force`. Needs `exitwise[onnx]`.
+        the net's preset; a classifier that knows neither needs a batch of what it takes as `example`: a tensor (n, ...),
+        or a dict or tuple of several. An existing bundle is replaced only with `force`. Needs `exitwise[onnx]`.
         """
         from exitwise.runtime.export import export
 

@@ -172,6 +172,7 @@ class Prediction:
 
     @property
     def mean_cost(self) -> float:
+        """Of the n images, in `unit`; 0 where there are none."""
         return float(self.costs.mean()) if len(self) else 0.0
 
     def __len__(self) -> int:
@@ -183,6 +184,7 @@ class Prediction:
         return f"Prediction({len(self)} images, mean cost {self.mean_cost:.4g} {self.unit}, left: {left or 'none'})"
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: nested lists in the place of arrays."""
         parts = {name: getattr(self, name).tolist() for name in ("probs", "predicted", "exits", "costs")}
         return {**parts, "unit": self.unit}
 

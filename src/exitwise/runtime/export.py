@@ -21,7 +21,7 @@ from exitwise.errors import InputError
 from exitwise.net import Head, MultiExitNet
 from exitwise.run import creating
 from exitwise.runtime import folding, states
-from exitwise.runtime.bundle import MANIFEST, OPSET, Graph, Manifest
+from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest
 from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.exits import RuntimeExit
 
@@ -49,24 +49,25 @@ class StageGraph(nn.Module):
 def export(classifier: Classifier, path: str | Path, example: Any = None, force: bool = False) -> None:
     """Write the bundle to a new folder; whole or not at all.
 
-    `example` is a batch of images of the shape that it shall take, for a classifier that does not know the shape by its
-    preprocessing or its net's preset.
+    `example` is a batch of what it shall take, for a classifier that does not know that by its preprocessing or its
+    net's preset: a tensor (n, ...), or a dict or tuple of several.
     """
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
-    images = _example(classifier, example)
+    given = _example(classifier, example)
+    inputs = _inputs(given)
     with creating(path, force, MANIFEST, "a bundle") as folder:
-        graphs = _write_graphs(classifier, images, folder)
+        graphs = _write_graphs(classifier, given, [each.name for each in inputs], folder)
         Manifest(
             graphs=graphs,
             memory=_memory(classifier),
-            shape=tuple(images.shape[1:]),
+            inputs=inputs,
             num_classes=classifier.net.num_classes,
             policy=classifier.policy,
-            costs=classifier.costs_of(images),
+            costs=classifier.costs_of(given),
             classes=classifier.classes,
             preprocessing=classifier.preprocessing,
             method=classifier.calibration.method.name,
@@ -99,8 +100,8 @@ def export_plain(net: MultiExitNet, example: Tensor, file: Path) -> None:
     _write(_Plain(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False)
 
 
-def _example(classifier: Classifier, example: Any) -> Tensor:
-    """A few images; what is in them does not matter."""
+def _example(classifier: Classifier, example: Any) -> Any:
+    """Three samples, all alike: a batch of one would be taken for a constant."""
     if example is None:
         preset = (classifier.net.spec or {}).get("preset")
         if classifier.preprocessing is not None:
@@ -111,9 +112,35 @@ def _example(classifier: Classifier, example: Any) -> Tensor:
         else:
             raise InputError("exporting needs to know the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
-    if not isinstance(example, Tensor) or not example.is_floating_point() or example.dim() < 2 or not len(example):
-        raise InputError("`example` must be a float tensor of some images (n, ...)")
-    return torch.zeros(3, *example.shape[1:])  # more than one: a batch of one would be taken for a constant
+    several = isinstance(example, dict | list | tuple)
+    parts = list(states.tensors(example))
+    if not parts or not all(part.dim() > (not several) and len(part) for part in parts):
+        raise InputError("`example` must be a tensor of some images (n, ...), or a dict or tuple of such tensors")
+    states.length(example, "`example`")
+    return states.mapped(_three, example)
+
+
+def _three(part: Tensor) -> Tensor:
+    """The first sample three times, as the first graph takes it."""
+    if part.is_floating_point():
+        part = part.float()
+    elif str(part.dtype).removeprefix("torch.") not in DTYPES:
+        raise InputError(f"`example` must hold {', '.join(DTYPES)}, but holds {part.dtype}")
+    return part[:1].cpu().repeat(3, *(1 for _ in part.shape[1:]))
+
+
+def _inputs(given: Any) -> tuple[Input, ...]:
+    """What the first graph takes, by name; what came in a row has its place as its name. Constants are the graph's."""
+    if isinstance(given, Tensor):
+        named = {"image" if given.is_floating_point() else "input": given}
+    else:
+        named = given if isinstance(given, dict) else {f"input.{i}": part for i, part in enumerate(given)}
+    tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+    if len(tensors) < len(list(states.tensors(given))):
+        raise InputError("`example` must hold tensors, not lists or dicts of them")
+    return tuple(
+        Input(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
+    )
 
 
 def _memory(classifier: Classifier) -> str | None:
@@ -129,19 +156,19 @@ def _for_onnx(net: MultiExitNet) -> MultiExitNet:
     return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
 
 
-def _write_graphs(classifier: Classifier, images: Tensor, folder: Path) -> tuple[Graph, ...]:
+def _write_graphs(classifier: Classifier, given: Any, names: list[str], folder: Path) -> tuple[Graph, ...]:
     net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:
         exit.branchless = True
-    state: Any = images
+    state: Any = given
     memory: Tensor | None = None
     graphs = []
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
         graph = StageGraph(stage, head, exit, state, last)
         carried = list(states.tensors(state))
-        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else ["image"]
+        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else names
         if memory is not None:
             carried, inputs = [*carried, memory], [*inputs, "memory"]
         with torch.no_grad():

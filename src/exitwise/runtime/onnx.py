@@ -1,18 +1,18 @@
 """The runtime without torch: an ONNX bundle, run by onnxruntime and NumPy."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from exitwise.controller import BudgetController
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.policy import Policy
 from exitwise.predictions import Array, ExitPrediction, array_of
 from exitwise.preprocessing import Preprocessing
 from exitwise.runtime import engine
-from exitwise.runtime.bundle import Manifest
+from exitwise.runtime.bundle import Input, Manifest
 from exitwise.runtime.engine import Answer, Prediction
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ class Session:
     """A bundle that `Classifier.export` wrote, checked and ready; several threads may share it.
 
     Images are float32 (n, ...) as the net takes them or, where the bundle knows its preprocessing, bytes
-    (n, channels, height, width). `threads` are onnxruntime's for one call (all cores unless given). `policy` replaces
-    the bundle's own, with thresholds for another budget.
+    (n, channels, height, width); a net with other inputs takes those, several by their names or in a row. `threads` are
+    onnxruntime's for one call (all cores unless given). `policy` replaces the bundle's own, with thresholds for another
+    budget.
     """
 
     def __init__(self, path: str | Path, *, threads: int | None = None, policy: Policy | None = None) -> None:
@@ -47,7 +48,8 @@ class Session:
         ]
         for exit, (session, about) in enumerate(zip(self._sessions, self.manifest.graphs, strict=True)):
             given, made = ({each.name: each.shape for each in part} for part in _ends(session))
-            if problem := self.manifest.problem(exit, given, made):
+            types = {each.name: each.type for each in session.get_inputs()}
+            if problem := self.manifest.problem(exit, given, made, types):
                 raise InputError(f"{folder / about.file} does not fit the manifest: {problem}")
 
     def _checked(self, policy: Policy) -> Policy:
@@ -62,10 +64,12 @@ class Session:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
+        """Names of the c classes; None where the bundle has none."""
         return self.manifest.classes
 
     @property
     def preprocessing(self) -> Preprocessing | None:
+        """How bytes become what the net takes; None where the bundle does not say."""
         return self.manifest.preprocessing
 
     def __call__(self, images: Any) -> Prediction:
@@ -107,30 +111,51 @@ class OnnxBackend:
         return self._session.costs.values
 
     def start(self, images: Any) -> State:
-        images = array_of("images", images)
-        if images.ndim == 0 or images.shape[1:] != self._manifest.shape:
-            expected = ", ".join(map(str, self._manifest.shape))
-            raise InputError(f"`images` must have shape (n, {expected}), but have {images.shape}")
-        return (self._floats(images),)
+        arrays = self._parts(images)
+        for each, array in zip(self._manifest.inputs, arrays, strict=True):
+            if array.ndim == 0 or array.shape[1:] != each.shape:
+                expected = ", ".join(map(str, each.shape))
+                raise InputError(f"`{_plural(each)}` must have shape (n, {expected}), but have {array.shape}")
+        if len({len(array) for array in arrays}) > 1:
+            raise InputError(f"all inputs must have as many samples, but have {[len(array) for array in arrays]}")
+        return tuple(map(self._ready, self._manifest.inputs, arrays))
 
-    def _floats(self, images: Array) -> Array:
-        if images.dtype == np.uint8:
+    def _parts(self, images: Any) -> list[Array]:
+        """What the first graph takes, in order: one array, or several by their names or in a row."""
+        names = [each.name for each in self._manifest.inputs]
+        if isinstance(images, Mapping) and set(images) == set(names):
+            images = [images[name] for name in names]
+        elif names in (["image"], ["input"]):
+            images = [images]
+        if not isinstance(images, list | tuple) or len(images) != len(names):
+            found = ", ".join(map(str, images)) if isinstance(images, Mapping) else type(images).__name__
+            raise InputError(f"the bundle takes {', '.join(names)}, by name or in a row, but got {found}")
+        return [array_of(_plural(each), part) for each, part in zip(self._manifest.inputs, images, strict=True)]
+
+    def _ready(self, each: Input, array: Array) -> Array:
+        """In the input's own type, if that loses nothing that matters."""
+        name = _plural(each)
+        if each.dtype == "float32" and array.dtype == np.uint8:
             if self._manifest.preprocessing is None:
                 raise InputError("the bundle does not say how bytes are normalised: give floats")
-            return self._manifest.preprocessing.normalize(images)
-        if not np.issubdtype(images.dtype, np.floating):
-            raise InputError(f"`images` must be floats or bytes, but are {images.dtype}")
-        return np.ascontiguousarray(images, dtype=np.float32)
+            return self._manifest.preprocessing.normalize(array)
+        if each.dtype == "float32" and not np.issubdtype(array.dtype, np.floating):
+            raise InputError(f"`{name}` must be floats or bytes, but are {array.dtype}")
+        if each.dtype != "float32" and not np.can_cast(array.dtype, each.dtype):
+            raise InputError(f"`{name}` must be {each.dtype}, but are {array.dtype}")
+        return np.ascontiguousarray(array, dtype=each.dtype)
 
-    def stack(self, images: Sequence[Any]) -> Array:
-        return np.stack([array_of("images", image) for image in images])
+    def stack(self, images: Sequence[Any]) -> Any:
+        rows = zip(*map(self._parts, images), strict=True)
+        return {each.name: np.stack(row) for each, row in zip(self._manifest.inputs, rows, strict=True)}
 
     def kind(self, image: Any) -> str:
-        found = array_of("images", image)
-        if found.shape != self._manifest.shape:
-            raise InputError(f"an image must have shape {self._manifest.shape}, but has {found.shape}")
-        self._floats(found[None][:0])
-        return f"{found.dtype} {found.shape}"
+        found = self._parts(image)
+        for each, array in zip(self._manifest.inputs, found, strict=True):
+            if array.shape != each.shape:
+                raise InputError(f"an {each.name} must have shape {each.shape}, but has {array.shape}")
+            self._ready(each, array[None][:0])
+        return ", ".join(f"{array.dtype} {array.shape}" for array in found)
 
     def check(self, image: Any) -> None:
         self.start(self.stack([image]))  # its graphs take one shape alone
@@ -161,6 +186,10 @@ class OnnxBackend:
         return len(state[0])
 
 
+def _plural(each: Input) -> str:
+    return "images" if each.name == "image" else each.name
+
+
 def _ends(session: "InferenceSession") -> tuple[Any, Any]:
     return session.get_inputs(), session.get_outputs()
 
@@ -180,5 +209,5 @@ def inference_session(graph: bytes, threads: int | None, path: Path) -> "Inferen
     try:
         return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no other class
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"{path} cannot be run by onnxruntime {onnxruntime.__version__}: {reason}") from None

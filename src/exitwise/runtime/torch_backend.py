@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.costs import Costs
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.net import MultiExitNet
 from exitwise.predictions import Array, ExitPrediction
 from exitwise.preprocessing import Preprocessing
@@ -132,7 +132,7 @@ class TorchBackend:
                 state = self._net.stages[exit](live.state)
                 said = self._exits[exit](self._net.exits[exit].features(state), live.memory)
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 raise InputError(f"the net cannot take images of {self._kind}: {reason}") from None
         probs = said.probs.float().cpu().numpy()
         variance = None if said.variance is None else said.variance.float().cpu().numpy()
