@@ -636,14 +636,31 @@ class TestPage:
         self, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
     ) -> None:
         """Every command in turn, in an empty folder, makes the same report."""
-        before = read(digits / "report.html").data
-        monkeypatch.chdir(tmp_path)
+        self.made_again(digits, tmp_path, monkeypatch, exitwise)
+
+    def test_it_says_how_to_make_heads_again(
+        self, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+    ) -> None:
+        place = tmp_path / "run"
+        options = "--freeze-backbone --attach stages.0 --distill 0.5 --last --epochs 2 --batch-size 100"
+        weights = digits / "net.safetensors"
+        perform("train", "--data", "digits", "--weights", str(weights), *options.split(), "--out", str(place))
+        perform("collect", str(place))
+        perform("report", str(place))
+        found = read(place / "report.html").data["training"]
+        assert (found["best"], len(found["kept"])) == (None, 2)
+        (tmp_path / "again").mkdir()
+        self.made_again(place, tmp_path / "again", monkeypatch, exitwise)
+
+    def made_again(self, run: Path, empty: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command) -> None:
+        before = read(run / "report.html").data
+        monkeypatch.chdir(empty)
         commands = dict(before["made"])["to make it again"].splitlines()
         assert [command.split()[1] for command in commands] == ["train", "collect", "calibrate", "report"]
         for command in commands:
             done = exitwise(*shlex.split(command)[1:])
             assert done.status == 0, done.err
-        after = read(tmp_path / "run" / "report.html").data
+        after = read(empty / "run" / "report.html").data
         for report in (before, after):
             del report["made"]
             for epoch in report["training"]["epochs"]:

@@ -464,6 +464,11 @@ class TestLive:
         pages.write(training_report(Run(place), live=False), file)
         expect(seen.page.locator("#epochs")).to_contain_text("3 of 3 epochs", timeout=60_000)
         assert seen.page.locator("meta[http-equiv=refresh]").count() == 0
+        assert "that of epoch 3" in seen.text("#epochs")
+        replace(self.epochs(3), kept=(2, 0)).save(place / "history.csv")
+        pages.write(training_report(Run(place), live=False), file)
+        seen.page.reload()
+        assert "exit 1 of epoch 2, exit 2 as it was" in seen.text("#epochs")
 
 
 def test_one_exit(tab: Open, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exitwise.collector import Progress, checked_batches
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.learner import Learner
 from exitwise.net import MultiExitNet
 from exitwise.recipes import HeadRecipe
@@ -88,7 +88,7 @@ class Backbone:
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             if self._tried:
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
             raise InputError(f"the net cannot take inputs of shape {shapes}: {reason}") from None
         self._tried = True

@@ -214,7 +214,7 @@ def ablate(
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
         return print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
-    preset = str((trace.model or {}).get("preset", ""))
+    preset = trace.preset or ""
     out = show.console()
     out.print(show.ablation(found.ablation, "Ablation", zoo.published_changes("ablation", preset), out.width))
     published = zoo.published_changes("decision_experiment", preset)

@@ -107,6 +107,8 @@ def train(
         if value is not None:
             only = "does not go with" if freeze_backbone else "is for"
             raise InputError(f"--{name} {only} --freeze-backbone")
+    if attach is not None and net is not None:
+        raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
     if exits is not None and attach != "auto":
         raise InputError("--exits is for --attach auto")
     if resume and freeze_backbone:

@@ -86,7 +86,7 @@ def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Ev
     else:
         policy = fit_policy(plain.predict(trace.val), trace.val.labels, trace.costs, budget=budget)
     result = evaluate(plain.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
-    return str((trace.model or {}).get("preset", run.directory.name)), (policy, result)
+    return trace.preset or run.directory.name, (policy, result)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ def own_net(function: str) -> MultiExitNet:
         raise InputError(f"`--net` must be like package.module:function, but got {function!r}")
     net = make()
     if not isinstance(net, MultiExitNet):
-        raise InputError(f"`--net` {function} must return a MultiExitNet, but returned a {type(net).__name__}")
+        kind = type(net).__name__
+        raise InputError(f"`--net` {function} must return a MultiExitNet, but returned a {kind}: use exitwise.attach")
     return net
 
 

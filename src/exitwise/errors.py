@@ -7,3 +7,8 @@ class InputError(ValueError):
 
 class SharedError(InputError):
     """One that every process of several has found: one of them says it."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, in a line; its kind, where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -37,7 +38,10 @@ class Metrics(Result):
 
 @dataclass(frozen=True)
 class Evaluation(Metrics):
-    """The same at the exits that a policy chooses, with the mean cost, and every exit's own metrics beside it."""
+    """The same at the exits that a policy chooses, with the mean cost, and every exit's own metrics beside it.
+
+    `exit_shares` (K,) are shares of the samples that left at each exit, `per_exit` (K,) the metrics if all left there.
+    """
 
     cost: float
     unit: str
@@ -72,6 +76,23 @@ class Outcomes:
             for exit in preds.exits()
         ]
         return cls(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+    @cached_property
+    def per_exit(self) -> tuple[Metrics, ...]:
+        """Of every exit, as if all samples left there."""
+        return tuple(Metrics(**self.metrics(k)) for k in range(len(self.rank)))
+
+    def evaluation(self, exits: Array, costs: Costs) -> Evaluation:
+        """At each sample's own exit (n,)."""
+        shares = np.bincount(exits, minlength=len(costs)) / len(exits)
+        return Evaluation(
+            **self.metrics(exits),
+            cost=float(shares @ np.asarray(costs.values)),
+            unit=costs.unit,
+            samples=len(exits),
+            exit_shares=tuple(map(float, shares)),
+            per_exit=self.per_exit,
+        )
 
     def metrics(self, exits: Array | int) -> dict[str, float]:
         """At one exit, or at each sample's own (n,)."""
@@ -132,7 +153,8 @@ def evaluate(
 ) -> Evaluation:
     """Metrics at the exits that `policy` chooses, at every exit, and the mean cost.
 
-    With `decide_with`, other predictions on the same samples choose the exits: the paper's decision experiment.
+    `preds` (K, n, c), `labels` (n,), `costs` (K,) in the policy's unit. With `decide_with` (K, n, c), other predictions
+    on the same samples choose the exits: the paper's decision experiment.
     """
     return budget_curve(preds, labels=labels, policies=[policy], costs=costs, decide_with=decide_with).points[0]
 
@@ -145,7 +167,10 @@ def budget_curve(
     costs: Costs | Sequence[float],
     decide_with: Any = None,
 ) -> BudgetCurve:
-    """`evaluate` for many policies, with what they share computed once."""
+    """`evaluate` for many policies, in their order, with what they share computed once.
+
+    `preds` and `decide_with` (K, n, c), `labels` (n,), `costs` (K,) in the policies' unit.
+    """
     preds = Predictions.of(preds)
     decider = preds if decide_with is None else Predictions.of(decide_with)
     if decider.shape[:2] != preds.shape[:2]:
@@ -159,23 +184,11 @@ def budget_curve(
     if len(costs) != exits:
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
     outcomes = Outcomes.of(preds, metrics.check_labels(labels, samples, classes))
-    per_exit = tuple(Metrics(**outcomes.metrics(k)) for k in range(exits))
     points = []
     for policy in policies:
         if not isinstance(policy, Policy):
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
-        chosen = policy.exits_by(scores(decider, policy.score))
-        shares = np.bincount(chosen, minlength=exits) / samples
-        points.append(
-            Evaluation(
-                **outcomes.metrics(chosen),
-                cost=float(shares @ np.asarray(costs.values)),
-                unit=costs.unit,
-                samples=samples,
-                exit_shares=tuple(map(float, shares)),
-                per_exit=per_exit,
-            )
-        )
+        points.append(outcomes.evaluation(policy.exits_by(scores(decider, policy.score)), costs))
     return BudgetCurve(tuple(points))

@@ -33,7 +33,7 @@ class Split:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
 
     def take(self, samples: Tensor) -> "Split":
-        """Some of the samples, by their positions."""
+        """Some of the samples, by their positions (m,) or a mask (n,)."""
         index = None if self.index is None else self.index[samples]
         return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
 
@@ -57,7 +57,12 @@ class HeadWeights:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Features, labels, head weights, curvature and costs of one net on one data set."""
+    """Features, labels, head weights, curvature and costs of one net on one data set.
+
+    `heads` (K,) are the last layers: weight (c, p_k), bias (c,) or None. `curvature` (K,) are sums over the training
+    samples, how many being `n`: `A` (p_k + 1, p_k + 1), or (p_k, p_k) without a bias, and `B` (c, c). `costs` are K
+    numbers, `classes` c names.
+    """
 
     val: Split
     test: Split | None
@@ -74,19 +79,27 @@ class Trace:
 
     @property
     def num_exits(self) -> int:
+        """K, the number of exits."""
         return len(self.heads)
 
     @property
     def num_classes(self) -> int:
+        """c, the number of classes."""
         return len(self.heads[0].weight)
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that the net was built from; None for a net of the user's own."""
+        name = (self.model or {}).get("preset")
+        return None if name is None else str(name)
 
     def __repr__(self) -> str:
         test = f", {len(self.test)} test" if self.test else ""
-        name = self.model.get("preset", "own net") if self.model else "own net"
+        name = self.preset or "own net"
         return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
 
     def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:
-        """The trace with fewer validation samples, and those, a share of all: for a certificate, which takes samples
+        """The trace with fewer validation samples, and those, a share of all n: for a certificate, which takes samples
         that neither temperature, prior nor thresholds have seen."""
         held = round(len(self.val) * share) if 0 < share < 1 else 0
         if not 0 < held < len(self.val):

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from exitwise import processes
 from exitwise.checkpoint import load_checkpoint, save_checkpoint
 from exitwise.data.batches import Parts
-from exitwise.errors import InputError, SharedError
+from exitwise.errors import InputError, SharedError, first_line
 from exitwise.files import remove_unfinished
 from exitwise.history import Epoch, History
 from exitwise.machine import Machine
@@ -106,10 +106,11 @@ def train(
 ) -> History:
     """Train a net in place, and leave in the folder `out` its best weights, its history and checkpoints.
 
-    `train` and `val` are data sets of ours, any `Dataset` of (image, label), or loaders of (images, labels), which
-    give their own batches and of which `train` must have a length. The net ends with the weights of the epoch whose
-    validation accuracy at the last exit was best. With `resume` it goes on from the newest whole checkpoint in `out`.
-    `accumulate` cuts every batch into that many parts, one after the other, and steps once for all of them.
+    `train` and `val` are data sets of ours, any `Dataset` of (image, label), labels being whole numbers in 0..c-1, or
+    loaders of images (m, ...) and labels (m,), which give their own batches and of which `train` must have a length.
+    The net ends with the weights of the epoch whose validation accuracy at the last exit was best. With `resume` it
+    goes on from the newest whole checkpoint in `out`. `accumulate` cuts every batch into that many parts, one after the
+    other, and steps once for all of them.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     generator_of(seed)  # refuses what is no seed
@@ -348,7 +349,7 @@ class Trainer:
         except (RuntimeError, ValueError) as error:
             if self._tried:
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             shape = tuple(images.shape[1:])
             raise SharedError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
         self._tried = True

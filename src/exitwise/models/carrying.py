@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from exitwise.errors import InputError
-from exitwise.models.tracing import BY_HAND, SIZES, Inputs, first_line, run
+from exitwise.errors import InputError, first_line
+from exitwise.models.tracing import BY_HAND, SIZES, Inputs, run
 from exitwise.runtime.states import length, mapped, tensors
 
 
@@ -171,15 +170,6 @@ class Piece(fx.GraphModule):
         for name, buffer in list(twin.named_buffers(recurse=False)):
             twin.register_buffer(name, buffer, persistent=name in kept)
         return twin
-
-
-class Operations(Piece):
-    """One without modules in it; PyTorch counts its products."""
-
-    def macs(self, inputs: tuple[Any, ...], output: Any) -> int:
-        with FlopCounterMode(display=False) as counter:
-            self.forward(*inputs)
-        return int(counter.get_total_flops()) // 2
 
 
 class FirstStage(nn.Module):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as trees
 
-from exitwise.errors import InputError
-from exitwise.models.carrying import FirstStage, LaterStage, Operations, Pick, Piece, Sampled, Shared, State, kinds_of
-from exitwise.models.tracing import BY_HAND, SIZES, Inputs, Traced, first_line
+from exitwise.errors import InputError, first_line
+from exitwise.models.carrying import FirstStage, LaterStage, Pick, Piece, Sampled, Shared, State, kinds_of
+from exitwise.models.tracing import BY_HAND, SIZES, Inputs, Traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +235,7 @@ def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: 
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
             part, name = operator.attrgetter(path)(traced.module), path.replace(".", "_")
-            while hasattr(Operations, name) or parts.get(name, part) is not part:
+            while hasattr(Piece, name) or parts.get(name, part) is not part:
                 name += "_"
             parts[name], made[node].target = part, name
             if path not in kept and isinstance(part, Tensor):
@@ -249,8 +249,7 @@ def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: 
         if node.op != "get_attr":  # weights and constants come where they are used
             copied(node)
     graph.output(tuple(known(by_name[name]) for name in outputs.kinds))
-    has_modules = any(node.op == "call_module" for node in graph.nodes)
-    piece = (Piece if has_modules else Operations)(parts, graph)
+    piece = Piece(parts, graph)
     for name in passing:
         piece.register_buffer(name, parts[name], persistent=False)
     return piece

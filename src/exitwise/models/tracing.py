@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as trees
 
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 
 SIZES = (2, 3)  # of the two batches that tell what belongs to samples
 BY_HAND = "build the stages by hand: exitwise.MultiExitNet(stages, heads)"
@@ -310,7 +310,3 @@ def _reason(error: Exception) -> str:
         step = step.tb_next
     where = f"`{linecache.getline(*own).strip()}` ({Path(own[0]).name}, line {own[1]}): " if own else ""
     return f"{where}{first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

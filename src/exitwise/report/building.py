@@ -30,7 +30,6 @@ from exitwise.run import Run
 from exitwise.show import guaranteed
 from exitwise.tables import DECISIONS, METRICS, OUR_MODEL, Study, Table, study
 from exitwise.trace import Split, Trace
-from exitwise.tune import Tuner
 
 FORMAT, VERSION = "exitwise.report", 1
 Progress = Callable[[str], None]
@@ -68,22 +67,24 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
     method = method_named(order.method)
     if method.name == VANILLA:
         raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
-    tuner = tuner_like(run.calibration(method), trace)
+    own = known_calibration(run, trace, method)
+    tuner = tuner_like(own, trace)
     points = uncertainty.sample(len(trace.test))
     units = _units(run, trace, order)
     pictures, note = _sheet(run, order.root, trace.test, points)
     progress("reading the runs to compare with")
     others = [_other(Run(place), method, units[0][0].unit) for place in order.against]
     progress("calibrating by twelve methods")
-    found = known or study(trace, tuner, calibrations=_saved(run, tuner, method))
-    calibrations = [found.calibrations[VANILLA], found.calibrations.get(method.name) or _made(run, tuner, method)]
-    vanilla, ours = (Side.of(Tuned(made, trace.val, None), trace.test) for made in calibrations)
+    found = known or study(trace, tuner, calibrations=_saved_like(own, run, trace))
+    # A calibration that is made here is not saved: a report changes nothing but itself.
+    made = found.calibrations.get(method.name) or own or tuner.calibrate(method)
+    vanilla, ours = (Side.of(Tuned(each, trace.val, None), trace.test) for each in (found.calibrations[VANILLA], made))
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
     for costs, chosen in units:
         progress(f"fitting thresholds for budgets in {costs.unit}")
         explorers.append(explore(vanilla, ours, costs, chosen, bootstrap, points))
-    preset = str((trace.model or {}).get("preset", ""))
+    preset = trace.preset or ""
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -148,23 +149,19 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
     return Report(plain(data))
 
 
-def _saved(run: Run, tuner: Tuner, method: Method) -> dict[str, Calibration]:
-    """Calibrations that the run has, made by the same settings as the one by `method`."""
-    chosen = known_calibration(run, tuner.trace, method)
-    if chosen is None:
+def _saved_like(own: Calibration | None, run: Run, trace: Trace) -> dict[str, Calibration]:
+    """Calibrations that the run has, made by the same settings as `own`, which is one of them."""
+    if own is None:
         return {}
-    found = {name: run.calibration(each) for name, each in METHODS.items()}
-    settings = (chosen.mode, chosen.settings)
+    others = {name: run.calibration(each) for name, each in METHODS.items() if name != own.method.name}
     return {
-        name: made
-        for name, made in found.items()
-        if made is not None and made.belongs_to(tuner.trace) and (made.mode, made.settings) == settings
+        own.method.name: own,
+        **{
+            name: made
+            for name, made in others.items()
+            if made is not None and made.belongs_to(trace) and (made.mode, made.settings) == (own.mode, own.settings)
+        },
     }
-
-
-def _made(run: Run, tuner: Tuner, method: Method) -> Calibration:
-    """The run's calibration by a method, or a new one, which is not saved: a report changes nothing but itself."""
-    return known_calibration(run, tuner.trace, method) or tuner.calibrate(method)
 
 
 def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
@@ -210,15 +207,18 @@ def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
     costs = run.measured_costs() if unit == "ms" and trace.costs.unit != "ms" else trace.costs
     if costs.unit != unit:
         raise InputError(f"the costs of {run.directory} are in {costs.unit}, not in {unit}")
-    name = str((trace.model or {}).get("preset", run.directory.name))
-    tuner = tuner_like(run.calibration(method), trace)
+    name = trace.preset or run.directory.name
+    own = known_calibration(run, trace, method)
+    tuner = tuner_like(own, trace)
+    plain = known_calibration(run, trace, method_named(VANILLA)) or tuner.calibrate(VANILLA)
     budgets = grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
     curves = []
-    for each in (method_named(VANILLA), method):
-        made = Tuned(_made(run, tuner, each), trace.val, None)
+    for calibration in (plain, own or tuner.calibrate(method)):
+        made = Tuned(calibration, trace.val, None)
         policies = [made.policy(costs, budget, Request()) for budget in budgets]
-        preds = made.calibration.predict(trace.test)
-        curves.append(_curve(each.name, budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)))
+        preds = calibration.predict(trace.test)
+        curve = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)
+        curves.append(_curve(calibration.method.name, curve))
     return {"name": f"{run.name} ({name})", "unit": unit, "curves": curves}
 
 
@@ -276,7 +276,7 @@ def _training(run: Run) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     history = History.load(file)
-    best = history.best.epoch if history.epochs else None
+    best = history.best.epoch if history.epochs and not history.kept else None
     return {**history.to_dict(), "of": _epochs(run), "best": best}
 
 

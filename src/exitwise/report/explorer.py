@@ -7,7 +7,6 @@ import numpy as np
 
 from exitwise.bootstrap import Bootstrap, columns, interval
 from exitwise.costs import Costs
-from exitwise.evaluation import budget_curve
 from exitwise.policy import Policy, written
 from exitwise.policy_commands import Request
 from exitwise.predictions import Array
@@ -63,11 +62,10 @@ class _Walk:
     def __init__(self, side: Side, costs: Costs, budgets: Sequence[float]) -> None:
         self.side = side
         self.policies = [side.tuned.policy(costs, budget, Request()) for budget in budgets]
-        curve = budget_curve(side.preds, labels=side.labels, policies=self.policies, costs=costs)
-        self.evaluations = curve.points
         self.exits = [policy.exits(side.preds) for policy in self.policies]
+        self.evaluations = [side.outcomes.evaluation(exits, costs) for exits in self.exits]
         self._costs = np.asarray(costs.values)
-        self._all = np.arange(len(side.labels))
+        self._all = np.arange(side.preds.shape[1])
 
     def columns(self, i: int) -> Array:
         return columns(self.side.outcomes, self.exits[i], self._costs)

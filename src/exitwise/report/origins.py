@@ -65,12 +65,18 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
     place = shlex.quote(run.name)
     data, training = run.about["data"], run.about.get("training")
     if isinstance(training, dict):
-        recipe = training.get("recipe") or {}
+        recipe, model = training.get("recipe") or {}, run.about["model"]
+        cuts = (model.get("attach") or {}).get("at")
         options = {
             "data": data["name"],
             "root": "DIR" if data.get("root") else None,
-            "model": run.about["model"].get("preset"),
-            "net": run.about["model"].get("net"),
+            "model": model.get("preset"),
+            "net": model.get("net"),
+            "freeze-backbone": training.get("freeze_backbone"),
+            "weights": training.get("weights"),
+            "attach": cuts and ",".join(cuts),
+            "last": training.get("last"),
+            "distill": recipe.get("distill"),
             "epochs": recipe.get("epochs"),
             "batch-size": recipe.get("batch_size"),
             "lr": recipe.get("lr"),
@@ -78,7 +84,7 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
             "split-seed": data.get("split_seed"),
         }
         yield f"exitwise train {_options(options)} --out {place}"
-        yield f"exitwise collect {place}"
+        yield f"exitwise collect {place} {_options({'net': model.get('net')})}".rstrip()
     settings = {key: calibration.settings.get(key) for key in ("samples", "seed", "search")}
     method = calibration.method.name
     yield f"exitwise calibrate {place} {_options({'method': method, 'mode': calibration.mode, **settings})}"
@@ -86,4 +92,6 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
 
 
 def _options(values: Mapping[str, Any]) -> str:
-    return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
+    """As they are given on the command line; True is an option without a value."""
+    given = ((name, value) for name, value in values.items() if value is not None and value is not False)
+    return " ".join(f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}") for name, value in given)

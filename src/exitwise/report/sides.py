@@ -1,6 +1,7 @@
 """What the report sets side by side: the plain net and the calibrated one, on the same test samples. NumPy alone."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,24 @@ class Side:
     name: str
     tuned: Tuned
     preds: Predictions
-    labels: Array
     outcomes: Outcomes
 
     @classmethod
     def of(cls, tuned: Tuned, test: Split) -> "Side":
-        preds, labels = tuned.calibration.predict(test), test.labels.numpy()
-        return cls(tuned.calibration.method.name, tuned, preds, labels, Outcomes.of(preds, labels))
+        preds = tuned.calibration.predict(test)
+        return cls(tuned.calibration.method.name, tuned, preds, Outcomes.of(preds, test.labels.numpy()))
 
-    @property
+    @cached_property
     def entropy(self) -> Array:
         """The uncertainty of the paper's plots."""
         return np.maximum(-scores(self.preds, "entropy"), 0).astype(np.float32)
 
-    @property
+    @cached_property
     def error(self) -> Array:
         """1 - p(true label)."""
         return 1 - np.exp(self.outcomes.log_true)
 
-    @property
+    @cached_property
     def right(self) -> Array:
         return np.asarray(self.outcomes.rank == 0)
 

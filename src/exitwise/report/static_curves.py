@@ -1,4 +1,4 @@
-"""Figures for papers about costs: budgets, decisions, what Laplace takes; and the training. Needs matplotlib."""
+"""Figures for papers about costs: budgets, decisions, what Laplace takes. Needs matplotlib."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil

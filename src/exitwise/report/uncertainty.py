@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.evaluation import Metrics
 from exitwise.predictions import Array
 from exitwise.report.explorer import SHOWN
 from exitwise.report.sides import Side, reliability
@@ -35,7 +34,7 @@ def of_exits(side: Side, classes: int) -> list[dict[str, Any]]:
         high = error > 0.5
         found.append(
             {
-                "metrics": Metrics(**side.outcomes.metrics(k)).to_dict(),
+                "metrics": side.outcomes.per_exit[k].to_dict(),
                 "density": cells.astype(int).tolist(),
                 "erring": _histogram(entropy[high], most),
                 "erring_share": float(high.mean()),

@@ -519,6 +519,11 @@ function training() {
   const { epochs } = found, last = epochs.at(-1);
   const words = last ? `${epochs.length}${found.of ? ` of ${found.of}` : ""} epochs. ` : "Not one epoch is done yet. ";
   const left = last && found.of > epochs.length ? `About ${Math.ceil(((found.of - epochs.length) * epochs.reduce((sum, row) => sum + row.seconds, 0)) / epochs.length / 60)} minutes to go. ` : "";
+  const kept = () => {
+    if (!found.kept) return `The network that is kept is that of epoch ${found.best}.`;
+    const heads = found.kept.map((epoch, k) => `exit ${k + 1} ${epoch ? `of epoch ${epoch}` : "as it was"}`);
+    return `Each head is kept from its own best epoch: ${heads.join(", ")}.`;
+  };
   const lines = (title, series, format) => {
     let targets = [];
     const place = figure(title, 260, (drawing, width, height) => {
@@ -535,7 +540,7 @@ function training() {
     return place;
   };
   const exits = last ? last.val_top1.map((_, k) => ({ kind: `extra${k % 5}${k >= 5 ? " dashed" : ""}`, name: `exit ${k + 1}`, values: epochs.map((row) => 100 * row.val_top1[k]) })) : [];
-  section("training", "Training", "Training", html("p", { id: "epochs" }, words, left, last ? `The network that is kept is that of epoch ${found.best}. ` : "", data.live ? "This page loads itself again while the training goes on." : ""),
+  section("training", "Training", "Training", html("p", { id: "epochs" }, words, left, last ? `${kept()} ` : "", data.live ? "This page loads itself again while the training goes on." : ""),
     last ? html("div", { class: "grid2" },
       html("div", {}, legend(["ours", "training"], ["vanilla", "validation"]), lines("Loss, summed over the exits", [{ kind: "ours", name: "training", values: epochs.map((row) => row.train_loss) }, { kind: "vanilla", name: "validation", values: epochs.map((row) => row.val_loss) }], (y) => y.toFixed(4))),
       html("div", {}, legend(...exits.map(({ kind, name }) => [kind, name])), lines("Validation top-1, %", exits, (y) => `${y.toFixed(2)} %`))) : null);
