@@ -91,7 +91,12 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What is applied at every exit of a net, tuned on the validation split; `predict` applies it to features."""
+    """What is applied at every exit of a net, tuned on the validation split; `predict` applies it to features.
+
+    `exits` (K,) are the last layers with their temperatures and posteriors. `weights` (K,) are those of the ensemble,
+    None without one. `val_nlpd` (K,) is the validation NLPD of every exit at its chosen point; `grids` (K,) have it at
+    all that were tried, (T, V) for T temperatures and V prior variances.
+    """
 
     method: Method
     mode: Mode
@@ -103,14 +108,17 @@ class Calibration:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
+        """(K,) what each exit's logits are divided by."""
         return tuple(exit.temperature for exit in self.exits)
 
     @property
     def prior_vars(self) -> tuple[float, ...]:
+        """(K,) the prior variance of each exit's last layer; without Laplace nothing depends on it."""
         return tuple(exit.prior_var for exit in self.exits)
 
     @property
     def draws(self) -> Tensor | None:
+        """(S, c) standard normals that all exits share; None without Laplace."""
         return self.exits[0].draws
 
     def __repr__(self) -> str:
@@ -129,6 +137,7 @@ class Calibration:
         return pandas.DataFrame({"exit": range(len(self.exits)), **columns})
 
     def to_dict(self) -> dict[str, Any]:
+        """What was chosen and how, as plain data for JSON; `save` writes the tensors, too."""
         return {
             "method": self.method.name,
             "mode": self.mode,
@@ -146,7 +155,7 @@ class Calibration:
         return len(self.exits) == trace.num_exits and all(torch.equal(a, b.float()) for a, b in pairs)
 
     def predict(self, split: Split | Sequence[Tensor]) -> Predictions:
-        """Predictions on a split of a trace, or on K plain tensors of features (n, p_k)."""
+        """Predictions (K, n, c) on a split of a trace, or on K plain tensors of features (n, p_k)."""
         if not isinstance(split, Split | Sequence):
             raise InputError(f"`split` must be a Split or a sequence of features, but got {type(split).__name__}")
         features = tuple(split.features if isinstance(split, Split) else split)
@@ -216,6 +225,7 @@ class Calibration:
         return tensors, metadata
 
     def save(self, path: str | Path) -> None:
+        """Everything in one safetensors file, the last layers included."""
         tensors, metadata = self.to_tensors()
         tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
 

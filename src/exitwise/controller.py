@@ -140,6 +140,7 @@ class BudgetController:
         self.state = replace(self.state, slope=max(mixed, self._usual_slope / 8))
 
     def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON."""
         return {
             "policy": self.fitted.to_dict(),
             "budget": self.budget,
@@ -150,6 +151,7 @@ class BudgetController:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "BudgetController":
+        """What `to_dict` gave, checked: it may come from a file."""
         try:
             policy = Policy.from_dict(data["policy"])
             controller = cls(policy, data["budget"], horizon=data["horizon"], step=data["step"])
@@ -164,6 +166,7 @@ class BudgetController:
 
     @classmethod
     def load(cls, path: str | Path) -> "BudgetController":
+        """Read and check what `save` wrote; it goes on from there."""
         data = read_json(Path(path))
         if data.get("format") != FORMAT or data.get("version") != VERSION:
             raise InputError(f"{path} must hold a controller of version {VERSION}")

@@ -14,7 +14,7 @@ UNITS = ("MACs", "ms")
 
 @dataclass(frozen=True)
 class Costs:
-    """Cumulative cost of a sample that leaves at exit k, with its unit ("MACs" or "ms")."""
+    """Cumulative cost of a sample that leaves at exit k: `values` (K,) that grow, with their unit ("MACs" or "ms")."""
 
     values: tuple[float, ...]
     unit: str = "MACs"
@@ -36,7 +36,7 @@ class Costs:
 
     @classmethod
     def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
-        """Costs as they are, or a plain sequence of cumulative MACs."""
+        """Costs as they are, or a plain sequence of cumulative MACs (K,)."""
         try:
             return costs if isinstance(costs, Costs) else cls(tuple(costs))
         except TypeError:

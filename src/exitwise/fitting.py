@@ -43,6 +43,8 @@ def fit_policy(
 ) -> Policy:
     """Thresholds whose mean cost on these predictions is at most the budget, in the unit of the costs, per sample.
 
+    `preds` (K, n, c), `labels` (n,), `costs` (K,).
+
     - `geometric`: the paper's shares q^k with a continuous q, bisected until the cost meets the budget. No labels.
     - `optimized`: the largest accuracy (or with `objective="nlpd"` the smallest NLPD) on the labels; spends less than
       the budget where going deeper does harm. Never below `geometric` on these samples; where it is not clearly better
@@ -56,11 +58,11 @@ def fit_policy(
     equal scores are parted by a hash of the sample's probabilities.
 
     With `certify`, the policy is guaranteed to keep to the budget on fresh samples, and says so in `policy.guarantee`.
-    That takes samples that nothing was tuned or fitted on: predictions `hold` (K, n, c) with their labels, or, if none
-    are given, a part of these samples, which then must not have been used for calibration either. Losses are measured
-    against the last exit, or against the last of other predictions of the samples held out (`against`), such as the
-    plain net's. Where a `risk` is certified, `auto` is `geometric`; without a budget it is the cheapest policy that
-    keeps to the risk.
+    That takes samples that nothing was tuned or fitted on: predictions `hold` (K, m, c) with `hold_labels` (m,), or, if
+    none are given, a part of these samples, which then must not have been used for calibration either. Losses are
+    measured against the last exit, or against the last of other predictions, such as the plain net's: `against`, of any
+    number of exits, on the samples of `hold`, or of `preds` if none are given. Where a `risk` is certified, `auto` is
+    `geometric`; without a budget it is the cheapest policy that keeps to the risk.
     """
     if certify is None:
         if hold is not None or hold_labels is not None or against is not None:
@@ -103,7 +105,10 @@ def fit_policies(
     score: str = "confidence",
     objective: str = "accuracy",
 ) -> list[Policy]:
-    """`fit_policy` for many budgets, with what they share computed once."""
+    """`fit_policy` for many budgets, in their order, with what they share computed once.
+
+    `preds` (K, n, c), `labels` (n,), `costs` (K,).
+    """
     if not isinstance(budgets, Iterable):
         raise InputError(f"`budgets` must be several budgets, but got {budgets!r}")
     fitter = Fitter(preds, labels, costs, score=score, objective=objective)

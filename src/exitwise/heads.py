@@ -43,10 +43,11 @@ def train_heads(
 ) -> History:
     """Train the heads of a net in place, all but the last one, which is the trained net's own; or it too with `last`.
 
-    `train` and `val` are data sets of ours, any `Dataset` of (input, label), or loaders of (inputs, labels); of `train`
-    no augmentation is wanted. The backbone runs once, in evaluation, and what the heads read is kept in memory; where
-    that takes more than 2 GB (or with `cache=False`) it runs in every epoch, on a loader's own batches. Each head ends
-    with the weights of the epoch in which its own validation accuracy was best, which `History.kept` names.
+    `train` and `val` are data sets of ours, any `Dataset` of (input, label), or loaders of inputs (m, ...) and labels
+    (m,), whole numbers in 0..c-1; of `train` no augmentation is wanted. The backbone runs once, in evaluation, and what
+    the heads read is kept in memory; where that takes more than 2 GB (or with `cache=False`) it runs in every epoch, on
+    a loader's own batches. Each head ends with the weights of the epoch in which its own validation accuracy was best,
+    which `History.kept` (K,) names.
 
     A head's loss is its cross-entropy; with `distill` d and temperature T it is (1 - d) of that plus
     d T^2 KL(last exit || head), both softmaxes at T.

@@ -19,12 +19,15 @@ def check_labels(labels: object, samples: int, classes: int) -> Array:
 
 
 def log_true(log_probs: Array, labels: Array) -> Array:
-    """(n,) log p(true label) from log-probabilities (n, c); its mean is minus the NLPD."""
+    """(n,) log p(true label) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
     return np.asarray(log_probs[np.arange(len(labels)), labels])
 
 
 def rank(log_probs: Array, labels: Array) -> Array:
-    """(n,) how many classes stand before the true one, 0 being right; of equals the first class stands first."""
+    """(n,) how many classes stand before the true one, 0 being right; of equals the first class stands first.
+
+    From log_probs (n, c) and labels (n,).
+    """
     true = log_true(log_probs, labels)[:, None]
     before = (log_probs > true).sum(axis=1)
     tied = np.flatnonzero((log_probs == true).sum(axis=1) > 1)
@@ -34,38 +37,44 @@ def rank(log_probs: Array, labels: Array) -> Array:
 
 
 def brier(probs: Array, labels: Array) -> Array:
-    """(n,) squared distance between the probabilities (n, c) and the truth."""
+    """(n,) squared distance between the probabilities (n, c) and the truth, labels (n,)."""
     return np.asarray(np.einsum("nc,nc->n", probs, probs) - 2 * probs[np.arange(len(labels)), labels] + 1)
 
 
 def bin_of(confidence: Array, bins: int = BINS) -> Array:
-    """(n,) the bin of equal width that each confidence is in, closed below; a confidence of 1 belongs to the last."""
+    """(n,) the bin of equal width that each confidence (n,) is in, closed below; a confidence of 1 is in the last."""
     return np.minimum((confidence * bins).astype(np.int64), bins - 1)
 
 
 def ece(confidence: Array, correct: Array, bins: int = BINS) -> float:
-    """Expected calibration error over bins of equal width."""
+    """Expected calibration error over bins of equal width, from confidence (n,) and correct (n,)."""
     gap = np.bincount(bin_of(confidence, bins), weights=confidence - correct.astype(np.float64), minlength=bins)
     return float(np.abs(gap).sum() / len(confidence))
 
 
 def adaptive_ece(confidence: Array, correct: Array, bins: int = BINS) -> float:
-    """The same over bins that hold equally many samples."""
+    """The same over bins that hold equally many samples, from confidence (n,) and correct (n,)."""
     return _adaptive_ece(*_most_confident_first(confidence, correct), bins=bins)
 
 
 def auroc(confidence: Array, correct: Array) -> float:
-    """Probability that a right answer is held with more confidence than a wrong one; NaN where all are of one kind."""
+    """Probability that a right answer is held with more confidence than a wrong one; NaN where all are of one kind.
+
+    From confidence (n,) and correct (n,).
+    """
     return _auroc(*_most_confident_first(confidence, correct))
 
 
 def aurc(confidence: Array, correct: Array) -> float:
-    """Area under the risk-coverage curve: the mean, over how many are answered, of the error rate among those."""
+    """Area under the risk-coverage curve: the mean, over how many are answered, of the error rate among those.
+
+    From confidence (n,) and correct (n,).
+    """
     return _aurc(*_most_confident_first(confidence, correct))
 
 
 def ranking_metrics(confidence: Array, correct: Array) -> dict[str, float]:
-    """Adaptive ECE, AUROC and AURC from one sort."""
+    """Adaptive ECE, AUROC and AURC from one sort of confidence (n,) and correct (n,)."""
     ordered = _most_confident_first(confidence, correct)
     return {"adaptive_ece": _adaptive_ece(*ordered, bins=BINS), "auroc": _auroc(*ordered), "aurc": _aurc(*ordered)}
 

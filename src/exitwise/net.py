@@ -59,7 +59,8 @@ class Head(nn.Module):
 class MultiExitNet(nn.Module):
     """K stages and K heads: stage k turns the state of stage k - 1 into its own, head k reads it.
 
-    A state is a tensor or any nested list, tuple or dict of tensors that the next stage understands.
+    A state is a tensor (n, ...) or any nested list, tuple or dict of such tensors that the next stage understands;
+    so is the input x of the first stage.
     """
 
     def __init__(self, stages: Iterable[nn.Module], heads: Iterable[Head], spec: dict[str, Any] | None = None) -> None:
@@ -87,6 +88,7 @@ class MultiExitNet(nn.Module):
 
     @property
     def num_classes(self) -> int:
+        """c, the number of classes, the same at every exit."""
         return int(self.exits[0].last.out_features)
 
     def states(self, x: Any) -> Iterator[tuple[Head, Any]]:
@@ -97,9 +99,9 @@ class MultiExitNet(nn.Module):
             yield head, state
 
     def features(self, x: Any) -> list[Tensor]:
-        """Features (n, p_k) of every exit."""
+        """Features (n, p_k) of every exit: K tensors."""
         return [head.features(state) for head, state in self.states(x)]
 
     def forward(self, x: Any) -> list[Tensor]:
-        """Logits (n, c) of every exit."""
+        """Logits (n, c) of every exit: K tensors."""
         return [head(state) for head, state in self.states(x)]

@@ -95,7 +95,8 @@ class Policy(Result):
     def stops(self, exit: int, said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
         """(n,) whether samples that have come as far as `exit` stop there, from what it says of them and the memory.
 
-        The memory is what the score has to know of earlier exits, None at the first: it goes on to the next.
+        The exit says probs (n, c). The memory (n, m) is what the score has to know of earlier exits, None at the first
+        or if that is nothing: it goes on to the next.
         """
         found, memory = SCORES[self.score].of(said, memory)
         score = np.asarray(found, dtype=np.float32)
@@ -108,7 +109,7 @@ class Policy(Result):
         return leaves, memory
 
     def exits(self, preds: Any) -> Array:
-        """(n,) the exit that each sample takes."""
+        """(n,) the exit, 0 to K - 1, that each sample takes, by predictions (K, n, c)."""
         return self.exits_by(scores(preds, self.score))
 
     def exits_by(self, scores: Array) -> Array:
@@ -131,7 +132,7 @@ class Policy(Result):
         return self.with_thresholds(thresholds)
 
     def with_thresholds(self, thresholds: Sequence[float]) -> "Policy":
-        """Others in their place, without what is known of these: `cost`, `q`, `fit`, `guarantee`."""
+        """Others (K,) in their place, without what is known of these: `cost`, `q`, `fit`, `guarantee`."""
         return replace(self, thresholds=tuple(thresholds), cost=None, q=None, fit=None, guarantee=None)
 
     def with_cost(self, scores: Array, costs: Costs) -> "Policy":
@@ -147,6 +148,7 @@ class Policy(Result):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
+        """What `to_dict` gave, checked: it may come from a file."""
         try:
             thresholds = tuple(float(value) for value in data["thresholds"])
             parts = {
@@ -161,10 +163,12 @@ class Policy(Result):
         return [{"exit": k, "threshold": threshold} for k, threshold in enumerate(self.thresholds)]
 
     def save(self, path: str | Path) -> None:
+        """A JSON file."""
         write_json(Path(path), {"format": "exitwise.policy", "version": VERSION, **self.to_dict()})
 
     @classmethod
     def load(cls, path: str | Path) -> "Policy":
+        """Read and check what `save` wrote."""
         data = read_json(Path(path))
         if data.pop("format", None) != "exitwise.policy" or data.pop("version", None) != VERSION:
             raise InputError(f"{path} must hold a policy of version {VERSION}")
@@ -180,7 +184,7 @@ def written(thresholds: Sequence[float]) -> list[float | str]:
 
 
 def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidence") -> list[Policy]:
-    """The public rule's 39 policies, q = 1/20 .. 39/20, fitted on validation predictions.
+    """The public rule's 39 policies, q = 1/20 .. 39/20, fitted on validation predictions (K, n, c); `costs` (K,).
 
     The threshold of an exit is the score of the floor(n share)-th most certain sample among those not yet gone; where
     that number is 0 or more than remain, nobody leaves there.

@@ -37,10 +37,11 @@ class ExitPrediction:
 
 
 class Predictions:
-    """Probabilities of K exits on n samples and c classes, computed exit by exit when first asked for.
+    """Probabilities (K, n, c) of K exits on n samples and c classes, computed exit by exit when first asked for.
 
     Small ones are then kept. Large ones (more than 1e8 numbers) are not: whoever walks through `exits()` holds one exit
-    at a time, and what `reduce` makes of them is remembered.
+    at a time, and what `reduce` makes of them is remembered. `exits` makes the exits, `variance` gives the variance
+    over draws (K, n) of the probabilities of classes (K, n).
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Predictions:
         return "Predictions({} exits, {} samples, {} classes)".format(*self.shape)
 
     def exits(self, variance: bool = False) -> Iterator[ExitPrediction]:
-        """The exits in order, one at a time; with their variance over draws if asked, where there is one."""
+        """The K exits in order, one by one: probs and log_probs (n, c); variance (n,) if asked, where there is one."""
         if self._exits is None and np.prod(self.shape) <= _HELD:
             self._exits = list(self._make())
         exits = self._noting() if self._exits is None else iter(self._exits)
@@ -115,7 +116,7 @@ class Predictions:
         return self._reduced[key]
 
     def take(self, samples: Array) -> "Predictions":
-        """The predictions on some of the samples."""
+        """The predictions (K, m, c) on some of the samples, by their positions (m,) or a mask (n,)."""
         rows = np.arange(self.shape[1])[samples]
 
         def exits() -> Iterator[ExitPrediction]:

@@ -41,6 +41,7 @@ class Preprocessing:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """(channels, size, size) of a picture that is ready."""
         return (len(self.mean), self.size, self.size)
 
     @property
@@ -60,10 +61,12 @@ class Preprocessing:
         return normal
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return {"size": self.size, "mean": list(self.mean), "std": list(self.std), "margin": self.margin}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Preprocessing":
+        """What `to_dict` gave, checked: it may come from a file."""
         try:
             return cls(**data)
         except TypeError as error:

@@ -57,6 +57,7 @@ class Recipe:
         return self.final_lr + (self.lr - self.final_lr) * (1 + cos(pi * share)) / 2
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return asdict(self)
 
     @classmethod

@@ -24,6 +24,7 @@ class Result:
     """For frozen dataclasses of numbers."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a number that is not finite becomes None."""
         data: dict[str, Any] = plain(asdict(self))  # type: ignore[call-overload]
         return data
 

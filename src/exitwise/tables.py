@@ -120,7 +120,8 @@ def ablation(
 ) -> Table:
     """The ablation by the paper's protocol: tuned and swept on val, the mean of the test curve over the budget range.
 
-    The range defaults to the one in the trace, which is the paper's for its presets.
+    The range defaults to the one in the trace, which is the paper's for its presets. `samples`, `seed`, `mode`, `draws`
+    (S, c) and `search` are those of `calibrate`.
     """
     tuner = Tuner(trace, samples, seed, mode, draws, search=search)
     return study(trace, tuner, budget_range, list(methods)).ablation
@@ -135,7 +136,10 @@ def decision_experiment(
     mode: Mode = "paper",
     draws: torch.Tensor | None = None,
 ) -> Table:
-    """Vanilla, vanilla's predictions at the exits that our model chooses, and our model."""
+    """Vanilla, vanilla's predictions at the exits that our model chooses, and our model.
+
+    Arguments as for `ablation`, `draws` (S, c) among them.
+    """
     tuner = Tuner(trace, samples, seed, mode, draws)
     return study(trace, tuner, budget_range, [VANILLA, OURS]).decisions
 

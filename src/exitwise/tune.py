@@ -57,8 +57,8 @@ def calibrate(
     """Calibrate every exit on the trace's validation split.
 
     `draws` (S, c) replaces the standard normals that `samples` and `seed` would give; with dropout as many masks are
-    drawn. `search="continuous"` goes on from the best grid points by gradient descent and never ends above their
-    validation NLPD.
+    drawn. The grid is `temperatures` (T,) by `prior_vars` (V,). `search="continuous"` goes on from the best grid points
+    by gradient descent and never ends above their validation NLPD.
     """
     return Tuner(trace, samples, seed, mode, draws, temperatures, prior_vars, search).calibrate(method)
 
