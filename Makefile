@@ -20,7 +20,7 @@ types: .venv/dev.ready
 tests: .venv/dev.ready
 	$(BIN)/pytest
 
-# Alone on the machine: about fifty minutes.
+# Alone on the machine: about an hour.
 benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py
@@ -29,6 +29,7 @@ benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/dropout.py
 	$(BIN)/python benchmarks/heads.py
+	$(BIN)/python benchmarks/attach.py
 
 # The documentation as a site: open site/index.html.
 docs: .venv/dev.ready

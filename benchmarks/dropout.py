@@ -7,22 +7,18 @@ plain, with Laplace, with MC dropout, 50 draws or masks each. Run it alone on th
 benchmark itself; its figures mean nothing.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from method import machine, seconds
+from record import options, record, seconds
 from torch import Tensor
 
 import exitwise as ew
 from exitwise.cost import cost_table
 from exitwise.runtime.exits import RuntimeExit, runtime_exits
 
-RESULTS = Path(__file__).parent / "results" / "dropout.json"
 METHODS = {"vanilla": "MSDNet (vanilla)", "Laplace": "Laplace", "MC dropout": "MC dropout"}
 
 
@@ -90,23 +86,30 @@ def _added(times: dict[str, float], name: str) -> float:
     return 100 * (times[name] - times["vanilla"]) / (times["forward"] + times["vanilla"])
 
 
+def table(measured: list[dict[str, Any]]) -> list[str]:
+    """Rows for the README: a column for each number of threads."""
+    threads = sorted({each["threads"] for each in measured})
+    rows = []
+    for batch in dict.fromkeys(each["batch"] for each in measured):
+        found = [e["median ratios"] for t in threads for e in measured if (e["batch"], e["threads"]) == (batch, t)]
+        cells = [
+            ", ".join(f"{each[f'{name} adds to the plain net, %']:.1f} %" for name in ("Laplace", "MC dropout"))
+            for each in found
+        ]
+        rows.append(f"| added to the plain net's time by Laplace, by MC dropout, batch {batch} | {' | '.join(cells)} |")
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "dropout.json").parse_args()
     settings = [(1, 3, 64, 16)]
     if not arguments.small:
         settings = [(threads, 9, 1024 if batch > 1 else 256, batch) for threads in (1, 2) for batch in (1, 64, 256)]
     results = {
-        "command": "make benchmark",
-        "machine": machine(),
         "computed, added % up to each exit": computed(ew.load_net(ew.zoo.path("net.safetensors"))),
         "measured": [measure(*each) for each in settings],
     }
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    record(arguments.out, results)
 
 
 if __name__ == "__main__":
