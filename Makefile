@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_RUN ?= runs/demo
+JOBS ?= 2
 
 .PHONY: demo test lint types tests benchmark docs screenshot experiments policies clean
 
@@ -18,7 +19,7 @@ types: .venv/dev.ready
 	$(BIN)/mypy
 
 tests: .venv/dev.ready
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile
 
 # Alone on the machine: about an hour.
 benchmark: .venv/dev.ready

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_benchmark import small
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, linear, scaled_dot_product_attention
 
@@ -31,6 +32,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+torch.manual_seed(0)  # weights are drawn while this file is read
 N = 7
 PICTURES, VECTORS, SERIES = (torch.randn(N, *shape, generator=seeded()) for shape in ((3, 32, 32), (6,), (9, 6)))
 IDS = torch.randint(1, 20, (N, 9), generator=seeded())
@@ -377,12 +379,12 @@ def test_modules_may_give_more_than_logits(shape: Callable[..., Any]) -> None:
 # -- heads
 
 
-WIDTHS = {"resnet": [16, 32, 64], "vit": [32, 32, 32], "samples_second": [16, 16, 16], "sequence": [2048] * 3}
-WIDTHS |= {"channels_first": [10, 12], "channels_last": [10, 12], "recurrent": [8, 8], "one_relu": [8, 8, 8]}
+WIDTHS = {"resnet": [16 * 16, 32 * 4, 64], "vit": [32, 32, 32], "samples_second": [16, 16, 16], "sequence": [2048] * 3}
+WIDTHS |= {"channels_first": [10 * 4, 12], "channels_last": [10, 12], "recurrent": [8, 8], "one_relu": [8, 8, 8]}
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_heads_have_the_width_of_the_channels(name: str) -> None:
+def test_heads_have_the_width_of_the_channels_or_of_several_places_where_they_are_few(name: str) -> None:
     module, net, inputs = attached(name)
     linears = ew.attach(module, CASES[name][2], head="linear", example_inputs=inputs)
     assert [head.last.in_features for head in linears.exits] == WIDTHS[name]
@@ -447,8 +449,8 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     batches = [(some(inputs, part), labels[part]) for part in torch.arange(40).split(16)]
     trace = ew.collect(net, train=batches, val=batches, test=batches)
     cal = ew.calibrate(trace)
-    budget = float(np.mean(trace.costs.values))
-    policy = ew.fit_policy(cal.predict(trace.val), trace.val.labels, trace.costs, budget=budget, strategy="geometric")
+    confidence = np.asarray(cal.predict(trace.val).probs).max(axis=2)
+    policy = ew.Policy((*(float(np.median(row)) for row in confidence[:-1]), -np.inf))  # between two samples
     simulated = policy.exits(cal.predict(trace.test)).tolist()
     assert len(set(simulated)) > 1
     clf = ew.Classifier(net, cal, policy)
@@ -463,6 +465,45 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(there.probs, said.probs.numpy(), atol=1e-5)
     assert [answer.exit for answer in session.stream(map(arrays, single), batch_size=9)] == simulated
     torch.testing.assert_close(clf.optimize()(inputs).probs, said.probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["memory", "embedding", "mean", "probs", "next.0", "state.0", "image", "input.1"])
+def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Also one that means something inside a bundle's graphs."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.fc = nn.Embedding(9, 8), nn.Linear(8, 3)
+
+        def forward(self, given: dict[str, Tensor]) -> Tensor:
+            return self.embedding(given["ids"]).mean(1) + given[name]
+
+    net = ew.MultiExitNet([Named(), nn.ReLU()], [ew.Head(nn.Identity(), nn.Linear(8, 3)) for _ in range(2)])
+    inputs = {"ids": torch.randint(9, (30, 5)), name: torch.rand(30, 8)}
+    batches = [(inputs, torch.arange(30) % 3)]
+    clf = ew.Classifier(net, ew.calibrate(ew.collect(net, batches, batches)), ew.Policy((0.4, -np.inf)))
+    clf.export(tmp_path / "bundle", example=inputs)
+    session = Session(tmp_path / "bundle", threads=1)
+    np.testing.assert_allclose(session(arrays(inputs)).probs, clf(inputs).probs.numpy(), atol=1e-5)
+
+
+def test_a_token_that_does_not_exist_is_an_answer_and_harms_no_other(tmp_path: Path) -> None:
+    _, net, few = attached("samples_second")
+    ids = Inputs.of(few).batch(40).given
+    batches = [(ids, torch.arange(40) % net.num_classes)]
+    clf = ew.Classifier(net, ew.calibrate(ew.collect(net, batches, batches)), ew.Policy((0.3, 0.3, -np.inf)))
+    clf.export(tmp_path / "bundle", example=ids)
+    session = Session(tmp_path / "bundle", threads=1)
+    bad = ids.clone()
+    bad[7, 2] = 10_000
+    for runtime, given in ((clf, bad), (session, bad.numpy())):
+        answers = list(runtime.stream(given, batch_size=16))
+        good = list(runtime.stream(ids if runtime is clf else ids.numpy(), batch_size=16))
+        assert [answer.index for answer in answers if answer.error] == [7]
+        assert [a.exit for a in answers if not a.error] == [a.exit for a in good if a.index != 7]
+        with pytest.raises(ew.InputError):
+            runtime(given)
 
 
 def arrays(inputs: Any) -> Any:
@@ -685,3 +726,15 @@ def test_stages_are_about_as_quick_as_the_module() -> None:
                 took.append(time.process_time() - start)
     plain, cut = map(statistics.median, times.values())
     assert cut < 1.3 * plain
+
+
+def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
+    (found,) = small("attach.py", tmp_path)["measured"]
+    assert found["attach, median seconds"] > 0
+    (batch,) = found["nobody leaves"].values()
+    assert set(batch) == {
+        "repeats",
+        "plain module, ms",
+        "stages / plain module",
+        "stages and all heads / plain module",
+    }

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
+from torch.nn.utils import rnn
 from torch.utils.flop_counter import FlopCounterMode
 
 import exitwise as ew
 from exitwise import cost, models, zoo
+from exitwise.runtime.states import kind
 
 DATA = {"CIFAR-100": ("cifar100", 100), "ImageNet": ("imagenet", 1000), "Caltech-256": ("caltech256", 257)}
 SIZES = ("small", "medium", "large")
@@ -143,6 +145,20 @@ class Steps(nn.Module):
         return steps
 
 
+class Keywords(Steps):
+    """In another order than forward has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps: Tensor = self.layer(hx=x.new_zeros(1, len(x), 5), input=x)[0]
+        return steps
+
+
+class Packed(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.layer(rnn.pack_sequence(list(x)))[0]
+        return packed.data[None]
+
+
 class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ x.transpose(1, 2)
@@ -163,6 +179,16 @@ class Product(nn.Module):
         pytest.param(nn.ConvTranspose1d(2, 3, 5), (2, 6), 30, 2 * 6 * 3 * 5, id="transposed conv 1d"),
         pytest.param(Steps(nn.LSTM(7, 5, batch_first=True)), (3, 7), 15, 3 * 4 * 5 * (7 + 5 + 2), id="LSTM"),
         pytest.param(Steps(nn.GRU(7, 5, batch_first=True, bias=False)), (3, 7), 15, 3 * 3 * 5 * (7 + 5), id="GRU"),
+        pytest.param(
+            Steps(nn.LSTM(7, 5, 2, batch_first=True, bidirectional=True)),
+            (3, 7),
+            30,
+            3 * 2 * 20 * ((7 + 5 + 2) + (10 + 5 + 2)),
+            id="two layers there and back",
+        ),
+        pytest.param(Keywords(nn.GRU(7, 5, batch_first=True)), (3, 7), 15, 3 * 15 * (7 + 5 + 2), id="by keyword"),
+        pytest.param(Packed(nn.GRU(7, 5, batch_first=True)), (3, 7), 15, 3 * 15 * (7 + 5 + 2), id="packed"),
+        pytest.param(nn.GRUCell(7, 5), (7,), 5, 15 * (7 + 5 + 2), id="cell"),
         pytest.param(nn.Linear(7, 5), (7,), 5, 5 * 7 + 5, id="linear"),
         pytest.param(nn.Linear(7, 5, bias=False), (7,), 5, 5 * 7, id="linear, no bias"),
         pytest.param(nn.Linear(7, 5), (3, 7), 15, 3 * (5 * 7 + 5), id="linear on a sequence"),
@@ -385,7 +411,7 @@ def test_example_inputs_keep_their_type() -> None:
 def test_inputs_that_do_not_fit_are_refused(net: ew.MultiExitNet, inputs: dict[str, Any]) -> None:
     with pytest.raises(ew.InputError) as caught:
         ew.macs(net, **inputs)
-    shown = inputs.get("input_shape", "example_inputs")
+    shown = inputs.get("input_shape") or kind(inputs["example_inputs"])
     assert str(shown) in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
 from exitwise.history import Epoch, History
+from exitwise.methods import OURS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,6 +132,30 @@ def test_figures_of_the_runtime_in_the_readme_are_those_of_the_committed_run(mon
     assert len(rows) > 10
     for row in rows:
         assert row in part
+
+
+@pytest.mark.parametrize("name", ["attach", "heads", "dropout"])
+def test_figures_of_any_network_in_the_readme_are_those_of_the_committed_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    part = README.split("<!-- any network benchmark -->")[1].split("\n\n")[0]
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    rows = import_module(name).table(results["measured"])
+    assert len(rows) >= 3
+    for row in rows:
+        assert row in part
+
+
+def test_the_targets_of_attaching_were_met_in_the_committed_runs() -> None:
+    attach, heads = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["measured"]
+        for name in ("attach", "heads")
+    )
+    assert all(each["attach, median seconds"] < 10 for each in attach)
+    assert all(b["stages / plain module"] < 1.03 for each in attach for b in each["nobody leaves"].values())
+    assert all(each["median ratio"] > 10 for each in heads if each["net"] != "MSDNet-small")  # its own are convolutions
 
 
 def test_the_commands_that_deploy_a_net_in_the_readme(
@@ -278,6 +304,20 @@ def test_the_targets_of_the_report_were_met_in_the_committed_run() -> None:
     assert (
         f"a page of {imagenet['page megabytes']:.1f} MB, which took {imagenet['seconds to make'] / 60:.0f} min" in words
     )
+
+
+def test_the_table_of_plain_networks_is_made_from_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "experiments"
+    monkeypatch.syspath_prepend(folder)
+    import plain
+
+    found = json.loads((folder / "plain" / "results.json").read_text())["data"]
+    assert list(found) == list(plain.TRAINING)
+    for row in plain.table(found):
+        assert row in (folder / "README.md").read_text()
+    for each in found.values():
+        assert each[OURS]["saved"] > 0.2
+        assert each[OURS]["top1_change_interval"][1] > 0  # not surely worse than the plain network
 
 
 def test_the_table_of_experiments_is_made_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,23 +263,39 @@ def test_a_trained_head_goes_on_from_what_it_is(bias: bool) -> None:
     before = net(vectors().tensors[0])[0]
     ew.train_heads(net, vectors(), vectors(40, 1), lr=0.0, epochs=1)
     torch.testing.assert_close(net(vectors().tensors[0])[0], before, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():  # so sure of itself that its loss is larger than a guess's
-        for parameter in net.exits[0].parameters():
-            parameter.mul_(200)
-    ew.train_heads(net, vectors(), vectors(40, 1), lr=0.0, epochs=1)
-    torch.testing.assert_close(net(vectors().tensors[0])[0], 200 * before, rtol=1e-3, atol=1e-2)
+    for scale in (200, 1e-3):  # so sure of itself that its loss is larger than a guess's, or not sure of anything
+        scaled = copy.deepcopy(net)
+        with torch.no_grad():
+            for parameter in scaled.exits[0].parameters():
+                parameter.mul_(scale)
+        ew.train_heads(scaled, vectors(), vectors(40, 1), lr=0.0, epochs=1)
+        torch.testing.assert_close(scaled(vectors().tensors[0])[0], scale * before, rtol=1e-3, atol=1e-4 * scale)
 
 
-def test_where_there_is_nothing_to_learn_weights_do_not_grow_from_training_to_training() -> None:
+@pytest.mark.parametrize("hidden", [0, 16])
+def test_where_there_is_nothing_to_learn_weights_do_not_grow_from_training_to_training(hidden: int) -> None:
     """Each begins anew where the one before learned no more than a guess."""
     rng = torch.Generator().manual_seed(0)
-    noise = [TensorDataset(torch.randn(n, 6, generator=rng), torch.randint(4, (n,), generator=rng)) for n in (400, 99)]
-    net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [_head(nn.Linear(8, 4)) for _ in range(2)])
+    noise = [TensorDataset(torch.randn(n, 6, generator=rng), torch.randint(4, (n,), generator=rng)) for n in (999, 99)]
+    neck = nn.Sequential(nn.Linear(8, hidden), nn.ReLU()) if hidden else nn.Identity()
+    head = ew.Head(neck, nn.Linear(hidden or 8, 4))
+    net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [head, _head(nn.Linear(8, 4))])
     with torch.no_grad():
         net.stages[0].weight.mul_(0.01)
+        head.last.weight.mul_(200)
     for _ in range(3):
         history = ew.train_heads(net, *noise, epochs=2)
         assert history.epochs[0].train_loss < 2  # of a guess: 1.39
+
+
+def test_a_layer_that_only_looks_linear_learns_as_it_is() -> None:
+    class Cosine(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 5 * nn.functional.linear(nn.functional.normalize(x), nn.functional.normalize(self.weight))
+
+    net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [_head(Cosine(8, 4, bias=False)), _head(nn.Linear(8, 4))])
+    history = ew.train_heads(net, vectors(400), vectors(400), epochs=5, lr=0.05)
+    assert history.epochs[-1].val_loss == pytest.approx(history.epochs[-1].train_loss, rel=0.1)
 
 
 def _head(last: nn.Linear) -> ew.Head:
@@ -787,7 +803,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("heads.py", tmp_path)["measured"]
-    assert [row["net"] for row in found] == ["ResNet", "MSDNet-small", "MSDNet-small, pooled heads"]
+    assert [row["net"] for row in found] == ["ResNet20", "MSDNet-small", "MSDNet-small, pooled heads"]
     assert all(set(row["median seconds"]) == set(found[0]["median seconds"]) for row in found)
     # Measured at forty: that it is faster at all is safe to say on any machine.
     assert found[0]["median ratio"] > 1

@@ -566,3 +566,19 @@ def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     }
     assert measured["median ratios"]["exits with MC dropout / with Laplace"] > 0
     assert len(measured["all ratios"]["exits with MC dropout / with Laplace"]) == 3
+
+
+@pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout 0.1 T_opt"])
+def test_the_documentations_table_says_what_comes_out(name: str) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "how.md").read_text(encoding="utf-8")
+    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+    assert trace.test is not None
+    assert trace.budget_range is not None
+    cal = ew.calibrate(trace, name)
+    policies = ew.sweep(cal.predict(trace.val), costs=trace.costs)
+    preds, labels = cal.predict(trace.test), trace.test.labels
+    curve = ew.budget_curve(preds, labels=labels, policies=policies, costs=trace.costs)
+    mean = curve.mean(*trace.budget_range)
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    shown = [float(cell) for cell in row.split("|")[2:-1]]
+    assert np.allclose(shown, [100 * mean["top1"], mean["nlpd"], mean["ece"]], atol=[0.02, 0.002, 0.002])

@@ -315,8 +315,8 @@ class TestBundleRefused:
     @pytest.mark.parametrize(
         ("name", "value", "words"),
         [
-            ("version", 2, "has version 2"),
-            ("version", "1", "has version '1'"),
+            ("version", 1, "has version 1"),
+            ("version", "2", "has version '2'"),
             ("format", "exitwise.run", "exitwise.bundle"),
             ("opset", OPSET - 1, f"opset {OPSET - 1}"),
             ("opset", OPSET + 1, f"opset {OPSET + 1}"),

@@ -13,7 +13,7 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
 from exitwise.net import MultiExitNet, keeping_modes
-from exitwise.runtime.states import length, mapped, tensors
+from exitwise.runtime.states import length, mapped, one, tensors
 from exitwise.trace import HeadWeights, Split, Trace
 
 # (images, labels), or (images, labels, positions in the data set)
@@ -62,7 +62,7 @@ def collect(
         """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
         if not counted:
             try:
-                counted.append(Costs.of(macs(net, example_inputs=mapped(lambda tensor: tensor[:1], inputs))))
+                counted.append(Costs.of(macs(net, example_inputs=one(inputs))))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
 

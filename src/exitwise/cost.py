@@ -6,6 +6,7 @@ elements, a recurrent layer its weights once per step, and a normalisation nothi
 """
 
 import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from exitwise.errors import InputError, first_line
 from exitwise.methods import SAMPLES
 from exitwise.net import MultiExitNet
+from exitwise.runtime.states import kind, mapped
 
 
 def macs(
@@ -32,19 +35,20 @@ def macs(
     """
     if (input_shape is None) == (example_inputs is None):
         raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
-    shown = "`example_inputs`" if input_shape is None else f"shape {input_shape}"
+    shown = kind(example_inputs) if input_shape is None else f"shape {input_shape}"
     twin = copy.deepcopy(net).to("meta").eval()
     counts: list[int] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        counts.append(_count(module, (*args, *kwargs.values()), output))
+        given = inspect.signature(module.forward).bind(*args, **kwargs)  # in the order that forward has
+        counts.append(_count(module, (*given.args, *given.kwargs.values()), output))
 
     hooks = [module.register_forward_hook(count, with_kwargs=True) for module in _counted(twin)]
     cumulative = []
     with torch.no_grad():
         try:
             inputs = example_inputs if input_shape is None else torch.empty(1, *input_shape)
-            for head, state in twin.states(_to_meta(inputs)):
+            for head, state in twin.states(mapped(lambda tensor: tensor.to("meta"), inputs)):
                 head(state)
                 cumulative.append(sum(counts))
         except InputError:
@@ -64,16 +68,6 @@ def parameters(net: MultiExitNet) -> list[int]:
         total += sum(p.numel() for module in (stage, head) for p in module.parameters())
         totals.append(total)
     return totals
-
-
-def _to_meta(inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to("meta")
-    if isinstance(inputs, dict):
-        return {key: _to_meta(value) for key, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return type(inputs)(_to_meta(value) for value in inputs)
-    return inputs
 
 
 def _counted(module: nn.Module) -> Iterator[nn.Module]:
@@ -118,8 +112,9 @@ def _count(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
         return int(output.numel() * module.weight[0].numel())
     if isinstance(module, _TRANSPOSED):
         return int(args[0].numel() * module.weight[0].numel())
-    if isinstance(module, nn.RNNBase):  # every weight once for each step
-        return int(args[0].numel() // module.input_size * sum(p.numel() for p in module.parameters()))
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):  # every weight once for each step
+        steps = args[0].data if isinstance(args[0], PackedSequence) else args[0]
+        return int(steps.numel() // module.input_size * sum(p.numel() for p in module.parameters()))
     if isinstance(module, nn.Linear):
         return int(output.numel() * (module.in_features + (module.bias is not None)))
     if isinstance(module, _ACTIVATIONS):

@@ -112,6 +112,7 @@ class _Training:
         self._device, self._watcher = device, watcher
         self._schedule = recipe.schedule()
         inputs, labels = self._some()
+        torch.manual_seed(seed_for(seed))  # whatever was drawn on the way
         parameters = [p for learner, each in zip(learners, inputs, strict=True) for p in learner.begin(each, labels)]
         fused = device.type in ("cpu", "cuda")
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)

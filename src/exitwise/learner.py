@@ -3,19 +3,17 @@
 import copy
 from collections.abc import Iterator
 from itertools import chain
-from math import log
-from typing import Any
+from math import sqrt
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from exitwise.models.msdnet import Neck
 from exitwise.net import Head
 from exitwise.runtime.states import mapped, tensors
 
-_KNOWS = 0.9  # of a guess's loss: a head that does no better, at whatever temperature, is new
-_TEMPERATURES = (1.0, 3.0, 10.0, 30.0)
+_SURE = 3.0  # standard deviations above the share of the most frequent class: a head that is right no more often is new
 _LEAST = 0.1  # of the mean deviation: a feature that hardly ever varies is not blown up
 
 
@@ -50,7 +48,7 @@ class Learner:
         """What there is to learn. Some samples tell how features are spread, and whether the head is new."""
         self._copy = copy.deepcopy(self._learning).requires_grad_(True).train()
         first = self._copy[0]
-        if isinstance(first, nn.Linear) and isinstance(first.weight, nn.Parameter) and inputs.dim() == 2:
+        if _linear(first) and inputs.dim() == 2:
             mean = torch.zeros_like(inputs[0]) if first.bias is None else inputs.mean(0)
             deviation = (inputs - mean).square().mean(0).sqrt()
             deviation = deviation.clamp_min(max(_LEAST * float(deviation.mean()), 1e-12))
@@ -60,7 +58,8 @@ class Learner:
                     first.bias.add_(first.weight @ mean)
                 first.weight.mul_(deviation)
             else:  # whatever scale its weights have, they are not for such features
-                first.reset_parameters()
+                for part in filter(_linear, self._copy.modules()):
+                    part.reset_parameters()
         return list(self._copy.parameters())
 
     def logits(self, inputs: Any) -> Tensor:
@@ -100,10 +99,20 @@ class Learner:
         self._head.load_state_dict(self._weights)
 
 
+def _linear(part: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer, and not one of another kind by that name."""
+    return (
+        isinstance(part, nn.Linear)
+        and type(part).forward is nn.Linear.forward
+        and isinstance(part.weight, nn.Parameter)
+    )
+
+
 def _knows(logits: Tensor, labels: Tensor) -> bool:
-    """Whether logits say more of labels than a guess would."""
-    least = min(float(cross_entropy(logits / temperature, labels)) for temperature in _TEMPERATURES)
-    return least < _KNOWS * log(logits.shape[1])
+    """Whether logits are right more often than a guess would be."""
+    share = float(labels.bincount().max()) / len(labels)
+    right = float((logits.argmax(1) == labels).double().mean())
+    return right > share + _SURE * sqrt(share * (1 - share) / len(labels))
 
 
 def split(head: Head, state: Any) -> tuple[nn.Sequential, nn.Sequential]:

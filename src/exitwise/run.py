@@ -24,6 +24,14 @@ from exitwise.trace import Trace
 FORMAT, VERSION = "exitwise.run", 1
 
 
+def _may_be_attached(attach: Any) -> bool:
+    """Whether a spec may say this of the exits that were put on a model: nothing, or where they are."""
+    if attach is None:
+        return True
+    at = attach.get("at") if isinstance(attach, dict) else None
+    return isinstance(at, list) and all(isinstance(name, str) for name in at)
+
+
 class Run:
     """An existing run; its files are read when asked for."""
 
@@ -40,10 +48,12 @@ class Run:
             raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
         if not isinstance(data.get("root"), str | None):
             raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
-        if not isinstance(self.about.get("model"), dict):
-            raise InputError(
-                f"{self.directory / 'run.json'} must describe its model, but says {self.about.get('model')!r}"
-            )
+        model, training = self.about.get("model"), self.about.get("training")
+        if not isinstance(model, dict) or not _may_be_attached(model.get("attach")):
+            raise InputError(f"{self.directory / 'run.json'} must describe its model, but says {model!r}")
+        described = isinstance(training, dict) and isinstance(training.get("recipe"), dict | None)
+        if training is not None and not described:
+            raise InputError(f"{self.directory / 'run.json'} must describe its training, but says {training!r}")
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from exitwise.runtime import states
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
 WIDTH = 128  # of a small MLP, at least
+SIDES = (1, 2, 3, 4)  # of a pooled map
 LEFT = 3  # samples in the end, when one leaves before each stage
 
 
@@ -187,15 +188,25 @@ def _head(read: Read, classes: int, kind: str) -> Head:
         )
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
     layers: list[nn.Module] = []
-    if features.dim() > 2:
-        layers = [TokenMean()] if read.channels == -1 else [pools[features.dim()](1), nn.Flatten()]
     width = features.shape[read.channels]
+    if features.dim() > 2 and read.channels == -1:
+        layers = [TokenMean()]
+    elif features.dim() > 2:
+        side = _side(width, features.shape[2:])
+        layers = [pools[features.dim()](side), nn.Flatten()]
+        width *= side ** (features.dim() - 2)
     options: dict[str, Any] = {"device": features.device, "dtype": features.dtype}
     if kind == "mlp":
         hidden = max(width, WIDTH)
         layers += [nn.Linear(width, hidden, **options), nn.ReLU()]
         width = hidden
     return Head(nn.Sequential(*layers), nn.Linear(width, classes, **options))
+
+
+def _side(channels: int, places: Sequence[int]) -> int:
+    """To how many places along each dimension a map is pooled: more than one where there are few channels."""
+    sides = [side for side in SIDES if all(length % side == 0 for length in places)]
+    return next((side for side in sides if channels * side ** len(places) >= WIDTH), sides[-1])
 
 
 # -- what the stages must do

@@ -235,7 +235,7 @@ def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: 
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
             part, name = operator.attrgetter(path)(traced.module), path.replace(".", "_")
-            while hasattr(Piece, name) or parts.get(name, part) is not part:
+            while name == "macs" or hasattr(Piece, name) or parts.get(name, part) is not part:
                 name += "_"
             parts[name], made[node].target = part, name
             if path not in kept and isinstance(part, Tensor):

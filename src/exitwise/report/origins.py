@@ -70,6 +70,8 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
         options = {
             "data": data["name"],
             "root": "DIR" if data.get("root") else None,
+            "image-size": data.get("image_size"),
+            "skip-unreadable": data.get("skip_unreadable"),
             "model": model.get("preset"),
             "net": model.get("net"),
             "freeze-backbone": training.get("freeze_backbone"),

@@ -1,7 +1,7 @@
 """The manifest of an ONNX bundle, and its check before anything runs. Without torch, onnx or onnxruntime."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from re import fullmatch
@@ -56,6 +56,13 @@ class Graph:
                 raise InputError(f"{self.file} must be described by words, but has {value!r}")
 
 
+def first_names(inputs: Sequence[Input]) -> tuple[str, ...]:
+    """What the first graph calls its inputs: `image`, or their places, as other names may mean something to it."""
+    if [each.name for each in inputs] == ["image"]:
+        return ("image",)
+    return tuple(f"input.{i}" for i in range(len(inputs)))
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a bundle holds.
@@ -99,8 +106,10 @@ class Manifest:
             carried = self.kept(exit - 1) if exit else ()
             memory = ("memory",) if exit and self.memory else ()
             states = tuple(f"state.{i}" for i in range(len(carried) - len(memory)))
-            if graph.inputs != ((*states, *memory) if exit else tuple(each.name for each in self.inputs)):
+            if exit and graph.inputs != (*states, *memory):
                 raise InputError(f"{graph.file} does not take what the graph before it puts out")
+            if not exit and graph.inputs != first_names(self.inputs):
+                raise InputError(f"{graph.file} does not take the inputs that are named")
             said = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
             if not set(said) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
                 raise InputError(f"{graph.file} must put out {' and '.join(said)}, but puts out {graph.outputs}")
@@ -123,11 +132,11 @@ class Manifest:
         graph = self.graphs[exit]
         if set(inputs) != set(graph.inputs) or set(outputs) != set(graph.outputs):
             return f"it takes {', '.join(inputs)} and puts out {', '.join(outputs)}"
-        for each in () if exit else self.inputs:
-            if tuple(inputs[each.name][1:]) != each.shape:
-                return f"it takes an {each.name} of {tuple(inputs[each.name][1:])}, not {each.shape}"
-            if types[each.name] != DTYPES[each.dtype]:
-                return f"its {each.name} is a {types[each.name]}, not {each.dtype}"
+        for name, each in () if exit else zip(graph.inputs, self.inputs, strict=True):
+            if tuple(inputs[name][1:]) != each.shape:
+                return f"it takes an {each.name} of {tuple(inputs[name][1:])}, not {each.shape}"
+            if types[name] != DTYPES[each.dtype]:
+                return f"its {each.name} is a {types[name]}, not {each.dtype}"
         if tuple(outputs["probs"][1:]) != (self.num_classes,):
             return f"it puts out probabilities of {tuple(outputs['probs'][1:])} classes, not {self.num_classes}"
         if "memory" in inputs and len(inputs["memory"]) != (3 if self.memory == "drawn" else 2):

@@ -124,11 +124,8 @@ class Classifier(nn.Module):
     def costs_of(self, images: Any) -> Costs:
         """What leaving at each of K exits costs; MACs are counted for images (n, ...) where nothing else is known."""
         if self.costs is None:
-            one = states.mapped(
-                lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), images
-            )
             try:
-                self.costs = Costs.of(macs(self._counted[0], example_inputs=one))
+                self.costs = Costs.of(macs(self._counted[0], example_inputs=states.one(images)))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
         return self.costs
@@ -194,7 +191,7 @@ class Classifier(nn.Module):
         """Write an ONNX bundle to a folder: a graph per stage with its calibrated exit, and a manifest.
 
         `exitwise.runtime.onnx.Session` runs it without torch. The shape of an image is that of the preprocessing or of
-        the net's preset; a classifier that knows neither needs a batch of what it takes as `example`: a tensor (n, ...),
+        the net's preset; a classifier that knows neither needs a batch of what it takes as `example`, a tensor (n, ...)
         or a dict or tuple of several. An existing bundle is replaced only with `force`. Needs `exitwise[onnx]`.
         """
         from exitwise.runtime.export import export

@@ -328,8 +328,19 @@ def _stream(
 
     def run(exit: int) -> None:
         """A batch of those who wait for an exit."""
-        state, samples = pools[exit].take(backend, full)
-        state, samples, left = step(backend, policy(), exit, state, samples)
+        advance(exit, *pools[exit].take(backend, full))
+
+    def advance(exit: int, state: State, samples: Samples) -> None:
+        """Through one stage; if the net cannot take them, one by one, so that nobody suffers for another."""
+        try:
+            state, samples, left = step(backend, policy(), exit, state, samples)
+        except InputError as error:
+            if len(samples) == 1:
+                answers.add(Answer(int(samples.ids[0]), exit=exit, cost=backend.costs[exit], error=str(error)))
+                return
+            for row in np.arange(len(samples))[:, None]:
+                advance(exit, backend.take(state, row), samples.take(row))
+            return
         for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
             said = {"error": _broken(exit)} if broken else {"probs": probs}
             answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **said))

@@ -6,7 +6,7 @@ import io
 import logging
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import exitwise
 from exitwise import models
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.net import Head, MultiExitNet
 from exitwise.run import creating
 from exitwise.runtime import folding, states
-from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest
+from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest, first_names
 from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.exits import RuntimeExit
 
@@ -60,7 +60,7 @@ def export(classifier: Classifier, path: str | Path, example: Any = None, force:
     given = _example(classifier, example)
     inputs = _inputs(given)
     with creating(path, force, MANIFEST, "a bundle") as folder:
-        graphs = _write_graphs(classifier, given, [each.name for each in inputs], folder)
+        graphs = _write_graphs(classifier, given, first_names(inputs), folder)
         Manifest(
             graphs=graphs,
             memory=_memory(classifier),
@@ -130,11 +130,11 @@ def _three(part: Tensor) -> Tensor:
 
 
 def _inputs(given: Any) -> tuple[Input, ...]:
-    """What the first graph takes, by name; what came in a row has its place as its name. Constants are the graph's."""
+    """What the first graph takes; what came in a row has its place as its name. Constants are the graph's."""
     if isinstance(given, Tensor):
         named = {"image" if given.is_floating_point() else "input": given}
     else:
-        named = given if isinstance(given, dict) else {f"input.{i}": part for i, part in enumerate(given)}
+        named = given if isinstance(given, dict) else {str(i): part for i, part in enumerate(given)}
     tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
     if len(tensors) < len(list(states.tensors(given))):
         raise InputError("`example` must hold tensors, not lists or dicts of them")
@@ -156,7 +156,7 @@ def _for_onnx(net: MultiExitNet) -> MultiExitNet:
     return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
 
 
-def _write_graphs(classifier: Classifier, given: Any, names: list[str], folder: Path) -> tuple[Graph, ...]:
+def _write_graphs(classifier: Classifier, given: Any, names: Sequence[str], folder: Path) -> tuple[Graph, ...]:
     net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:
@@ -168,12 +168,15 @@ def _write_graphs(classifier: Classifier, given: Any, names: list[str], folder: 
         last = k == len(exits) - 1
         graph = StageGraph(stage, head, exit, state, last)
         carried = list(states.tensors(state))
-        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else names
+        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else list(names)
         if memory is not None:
             carried, inputs = [*carried, memory], [*inputs, "memory"]
-        with torch.no_grad():
-            state = stage(state)
-            said = exit(head.features(state), memory)
+        try:
+            with torch.no_grad():
+                state = stage(state)
+                said = exit(head.features(state), memory)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise InputError(f"the net cannot take {states.kind(given)}: {first_line(error)}") from None
         memory = said.memory
         outputs = [] if last else [f"next.{i}" for i, _ in enumerate(states.tensors(state))]
         outputs.append("probs")

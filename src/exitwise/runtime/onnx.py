@@ -125,7 +125,7 @@ class OnnxBackend:
         names = [each.name for each in self._manifest.inputs]
         if isinstance(images, Mapping) and set(images) == set(names):
             images = [images[name] for name in names]
-        elif names in (["image"], ["input"]):
+        elif len(names) == 1:
             images = [images]
         if not isinstance(images, list | tuple) or len(images) != len(names):
             found = ", ".join(map(str, images)) if isinstance(images, Mapping) else type(images).__name__
@@ -162,7 +162,10 @@ class OnnxBackend:
 
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
         session, graph = self._session._sessions[exit], self._manifest.graphs[exit]
-        found = session.run(graph.outputs, dict(zip(graph.inputs, state, strict=True)))
+        try:
+            found = session.run(graph.outputs, dict(zip(graph.inputs, state, strict=True)))
+        except Exception as error:  # onnxruntime's errors share no other class
+            raise InputError(f"{graph.file} cannot take what it was given: {first_line(error)}") from None
         said = dict(zip(graph.outputs, found, strict=True))
         kept = tuple(said[name] for name in self._manifest.kept(exit))
         return kept, ExitPrediction.from_probs(said["probs"], said.get("variance"))

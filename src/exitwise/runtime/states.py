@@ -44,6 +44,11 @@ def length(state: Any, name: str = "a state") -> int:
     return found.pop()
 
 
+def one(state: Any) -> Any:
+    """Its first sample, or zeros in the place of one."""
+    return mapped(lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), state)
+
+
 def kind(state: Any) -> str:
     """Types and shapes of its tensors in their places, in words."""
     if isinstance(state, Tensor):
