@@ -4,7 +4,7 @@ BIN := .venv/bin
 DEMO_RUN ?= runs/demo
 JOBS ?= 2
 
-.PHONY: demo test lint types tests benchmark docs screenshot experiments policies clean
+.PHONY: demo test lint types tests benchmark docs screenshot experiments plain policies clean
 
 demo: .venv/core.ready
 	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
@@ -43,6 +43,10 @@ screenshot: demo .venv/dev.ready
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
 experiments: .venv/dev.ready
 	nice -n 19 $(BIN)/python experiments/cifar100.py $(CIFAR100) runs/experiments
+
+# Forty minutes, and goes on where it was interrupted: make plain [CIFAR100=DIR]
+plain: .venv/dev.ready
+	nice -n 19 $(BIN)/python experiments/plain.py runs/plain $(if $(CIFAR100),--cifar100 $(CIFAR100))
 
 # About an hour: make policies CIFAR100=DIR
 policies: .venv/dev.ready

@@ -21,7 +21,7 @@ import exitwise as ew
 from exitwise.models.carrying import Common
 from exitwise.models.tracing import Inputs
 from exitwise.runtime.onnx import Session
-from exitwise.runtime.states import length, mapped, tensors
+from exitwise.states import length, mapped, tensors
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 ViT = runpy.run_path(str(EXAMPLES / "vit.py"))["ViT"]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import exitwise as ew
 from exitwise import cost, models, zoo
-from exitwise.runtime.states import kind
+from exitwise.states import kind
 
 DATA = {"CIFAR-100": ("cifar100", 100), "ImageNet": ("imagenet", 1000), "Caltech-256": ("caltech256", 257)}
 SIZES = ("small", "medium", "large")

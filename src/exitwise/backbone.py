@@ -13,9 +13,9 @@ from exitwise.errors import InputError, first_line
 from exitwise.learner import Learner
 from exitwise.net import MultiExitNet
 from exitwise.recipes import HeadRecipe
-from exitwise.runtime.states import filled, mapped, tensors
 from exitwise.seeds import generator_for
 from exitwise.sources import Source, in_order, source_of
+from exitwise.states import filled, mapped, tensors
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
 from exitwise.net import MultiExitNet, keeping_modes
-from exitwise.runtime.states import length, mapped, one, tensors
+from exitwise.states import length, mapped, one, tensors
 from exitwise.trace import HeadWeights, Split, Trace
 
 # (images, labels), or (images, labels, positions in the data set)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from exitwise.errors import InputError, first_line
 from exitwise.methods import SAMPLES
 from exitwise.net import MultiExitNet
-from exitwise.runtime.states import kind, mapped
+from exitwise.states import kind, mapped
 
 
 def macs(

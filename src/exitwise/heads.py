@@ -17,8 +17,8 @@ from exitwise.history import Epoch, History
 from exitwise.learner import Learner
 from exitwise.net import MultiExitNet, keeping_modes
 from exitwise.recipes import HeadRecipe
-from exitwise.runtime.states import mapped
 from exitwise.seeds import generator_of, seed_for
+from exitwise.states import mapped
 from exitwise.training import Watcher
 
 _SOME = 1024  # samples, about, that tell how features are spread

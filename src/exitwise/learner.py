@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exitwise.models.msdnet import Neck
 from exitwise.net import Head
-from exitwise.runtime.states import mapped, tensors
+from exitwise.states import mapped, tensors
 
 _SURE = 3.0  # standard deviations above the share of the most frequent class: a head that is right no more often is new
 _LEAST = 0.1  # of the mean deviation: a feature that hardly ever varies is not blown up

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from exitwise import states
 from exitwise.errors import InputError, first_line
 from exitwise.models.carrying import run_thinned, run_whole
 from exitwise.models.cutting import Read, cut, last_layer
 from exitwise.models.tracing import SIZES, Inputs, Traced, called, same, tensors_in, trace
 from exitwise.net import Head, MultiExitNet
-from exitwise.runtime import states
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
 WIDTH = 128  # of a small MLP, at least

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from exitwise.errors import InputError, first_line
 from exitwise.models.tracing import BY_HAND, SIZES, Inputs, run
-from exitwise.runtime.states import length, mapped, tensors
+from exitwise.states import length, mapped, tensors
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from exitwise import models, tensorfiles
+from exitwise import models, states, tensorfiles
 from exitwise.calibration import Calibration
 from exitwise.checkpoint import check_fit
 from exitwise.controller import BudgetController
@@ -19,7 +19,7 @@ from exitwise.methods import NEEDS_DRAWS
 from exitwise.net import MultiExitNet
 from exitwise.policy import Policy
 from exitwise.preprocessing import Preprocessing
-from exitwise.runtime import engine, folding, states
+from exitwise.runtime import engine, folding
 from exitwise.runtime.engine import Answer, Prediction
 from exitwise.runtime.exits import runtime_exits
 from exitwise.runtime.torch_backend import Evaluating, TorchBackend

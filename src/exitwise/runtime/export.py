@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import exitwise
-from exitwise import models
+from exitwise import models, states
 from exitwise.errors import InputError, first_line
 from exitwise.net import Head, MultiExitNet
 from exitwise.run import creating
-from exitwise.runtime import folding, states
+from exitwise.runtime import folding
 from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest, first_names
 from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.exits import RuntimeExit

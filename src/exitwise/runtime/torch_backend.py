@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exitwise import states
 from exitwise.costs import Costs
 from exitwise.errors import InputError, first_line
 from exitwise.net import MultiExitNet
 from exitwise.predictions import Array, ExitPrediction
 from exitwise.preprocessing import Preprocessing
-from exitwise.runtime import states
 
 
 @dataclass(frozen=True, eq=False)
