@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import random_trace
 from conftest import Command, contents
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_data import write_cifar
+from test_report import new_run
 
 import exitwise as ew
+from exitwise.trace import HeadWeights
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,17 @@ def test_calibrate_saves_what_it_prints(run: Path, exitwise: Command) -> None:
     assert found["method"] == "MIE T_opt"
     table = exitwise("calibrate", run, "--method", "mie t_opt").out
     assert f"{saved.val_nlpd[3]:.4f}" in table
+    assert "spoil" not in table
+
+
+def test_calibrate_says_where_ensembling_spoils_the_last_exit(tmp_path: Path, exitwise: Command) -> None:
+    """Earlier exits that know nothing."""
+    trace = random_trace(n=200)
+    blind = [HeadWeights(torch.zeros_like(head.weight), head.bias) for head in trace.heads[:-1]]
+    place = new_run(tmp_path / "run", replace(trace, heads=(*blind, trace.heads[-1])))
+    words = " ".join(exitwise("calibrate", place, "--method", "MIE").out.split())
+    assert "earlier exits spoil the last one" in words
+    assert "spoil" not in exitwise("calibrate", place, "--method", "T_opt").out
 
 
 def test_evaluate_is_the_library_at_that_budget(run: Path, exitwise: Command) -> None:

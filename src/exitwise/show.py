@@ -133,7 +133,10 @@ def _gap(ece: float) -> str:
 
 def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
     """What was chosen at every exit and what it did to the validation NLPD."""
-    table = _table(f"\n{made.method.name}", "\nTuned on the validation split; NLPD of the ensemble where there is one.")
+    note = "\nTuned on the validation split; NLPD of the ensemble where there is one."
+    if made.method.ensemble and made.val_nlpd[-1] > vanilla.val_nlpd[-1]:
+        note += " The earlier exits spoil the last one: a method without ensembling, such as T_opt, may do better."
+    table = _table(f"\n{made.method.name}", note)
     columns = ["exit", "temperature", *(["prior variance"] if made.method.laplace else []), "NLPD before", "NLPD after"]
     for name in columns:
         table.add_column(name, justify="right")
