@@ -4,6 +4,7 @@ import copy
 import runpy
 import statistics
 import time
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -504,6 +505,17 @@ def test_a_token_that_does_not_exist_is_an_answer_and_harms_no_other(tmp_path: P
         assert [a.exit for a in answers if not a.error] == [a.exit for a in good if a.index != 7]
         with pytest.raises(ew.InputError):
             runtime(given)
+
+
+def test_mappings_as_tokenizers_give_them_and_arrays_in_them_will_do() -> None:
+    _, net, inputs = attached("two_inputs_by_name")
+    labels = torch.arange(N) % net.num_classes
+    trace = ew.collect(net, [(UserDict(inputs), labels)], [(UserDict(inputs), labels)])
+    clf = ew.Classifier(net, ew.calibrate(trace), ew.Policy((0.3, 0.3, -np.inf)))
+    plain = clf(inputs)
+    for other in (UserDict(inputs), arrays(inputs)):
+        assert torch.equal(clf(other).probs, plain.probs)
+    assert [a.exit for a in clf.stream(arrays(some(inputs, i)) for i in range(N))] == plain.exits.tolist()
 
 
 def arrays(inputs: Any) -> Any:

@@ -100,7 +100,7 @@ def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progr
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
             )
-        several = isinstance(batch[0], dict | list | tuple) and any(True for _ in tensors(batch[0]))
+        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in tensors(batch[0]))
         inputs = batch[0] if several else torch.as_tensor(batch[0])
         labels = torch.as_tensor(batch[1]).cpu()
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:

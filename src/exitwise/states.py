@@ -1,6 +1,6 @@
 """What stages hand on: a tensor, or nested lists, tuples and dicts of tensors, every one of them per sample."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ def mapped(function: Callable[..., Tensor], *states: Any) -> Any:
     first = states[0]
     if isinstance(first, Tensor):
         return function(*states)
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: mapped(function, *(state[key] for state in states)) for key in first}
     if isinstance(first, list | tuple):
         parts = [mapped(function, *parts) for parts in zip(*states, strict=True)]
@@ -25,8 +25,8 @@ def tensors(state: Any) -> Iterator[Tensor]:
     """The tensors of a state, in order."""
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, dict | list | tuple):
-        for part in state.values() if isinstance(state, dict) else state:
+    elif isinstance(state, Mapping | list | tuple):
+        for part in state.values() if isinstance(state, Mapping) else state:
             yield from tensors(part)
 
 
@@ -53,7 +53,7 @@ def kind(state: Any) -> str:
     """Types and shapes of its tensors in their places, in words."""
     if isinstance(state, Tensor):
         return f"{str(state.dtype).removeprefix('torch.')} {tuple(state.shape)}"
-    if isinstance(state, dict):
+    if isinstance(state, Mapping):
         return "{" + ", ".join(f"{key!r}: {kind(part)}" for key, part in state.items()) + "}"
     if isinstance(state, list | tuple):
         return f"{type(state).__name__} of [{', '.join(map(kind, state))}]"

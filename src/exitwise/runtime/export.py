@@ -6,7 +6,7 @@ import io
 import logging
 import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -112,7 +112,7 @@ def _example(classifier: Classifier, example: Any) -> Any:
         else:
             raise InputError("exporting needs to know the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
-    several = isinstance(example, dict | list | tuple)
+    several = isinstance(example, Mapping | list | tuple)
     parts = list(states.tensors(example))
     if not parts or not all(part.dim() > (not several) and len(part) for part in parts):
         raise InputError("`example` must be a tensor of some images (n, ...), or a dict or tuple of such tensors")

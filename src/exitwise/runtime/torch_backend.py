@@ -1,6 +1,6 @@
 """Runs stages and calibrated exits in torch: the classifier's backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -167,7 +167,11 @@ def _select(tensor: Tensor, where: Tensor) -> Tensor:
 
 
 def _tensor(images: Any) -> Any:
-    """An array as a tensor, whatever its strides and its byte order."""
+    """Arrays as tensors, whatever their strides and their byte order."""
+    if isinstance(images, Mapping):
+        return {name: _tensor(part) for name, part in images.items()}
+    if type(images) in (list, tuple):
+        return type(images)(map(_tensor, images))
     if not isinstance(images, np.ndarray):
         return images
     try:
