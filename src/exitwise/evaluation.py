@@ -153,8 +153,8 @@ def evaluate(
 ) -> Evaluation:
     """Metrics at the exits that `policy` chooses, at every exit, and the mean cost.
 
-    `preds` (K, n, c), `labels` (n,), `costs` (K,) in the policy's unit. With `decide_with` (K, n, c), other predictions
-    on the same samples choose the exits: the paper's decision experiment.
+    `preds` (K, n, c), `labels` (n,), `costs` (K,) in the policy's unit. With `decide_with` (K, n, any classes), other
+    predictions on the same samples choose the exits: the paper's decision experiment.
     """
     return budget_curve(preds, labels=labels, policies=[policy], costs=costs, decide_with=decide_with).points[0]
 
@@ -169,7 +169,7 @@ def budget_curve(
 ) -> BudgetCurve:
     """`evaluate` for many policies, in their order, with what they share computed once.
 
-    `preds` and `decide_with` (K, n, c), `labels` (n,), `costs` (K,) in the policies' unit.
+    `preds` (K, n, c), `decide_with` (K, n, any classes), `labels` (n,), `costs` (K,) in the policies' unit.
     """
     preds = Predictions.of(preds)
     decider = preds if decide_with is None else Predictions.of(decide_with)
