@@ -259,7 +259,9 @@ def test_damage_anywhere_gives_a_picture_or_one_line(
 
 
 def centre(image: Image.Image, size: int = 224, short: int | None = None) -> np.ndarray:
-    """Short side to 256 (of 224), then the centre, as torchvision's Resize and CenterCrop say it."""
+    """Short side to 256 (of 224), then the centre, as torchvision's Resize and CenterCrop say it; or as it is."""
+    if image.size == (size, size):
+        return np.asarray(image)
     short = short or round(size * 256 / 224)
     width, height = image.size
     new = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)

@@ -583,6 +583,7 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--recipe", "imagenet", "--batch-size", "64"], "resized crops is for picture files"),
         (["--data", "digits", "--net", "nowhere:net"], "could not be imported"),
         (["--data", "digits", "--net", "torch.nn:Identity"], "must return a MultiExitNet, but returned a Identity"),
+        (["--data", "digits", "--net", "torch.nn:Linear"], "torch.nn:Linear failed with TypeError: Linear.__init__"),
         (["--data", "digits", "--net", "torch"], "must be like package.module:function"),
         (["--data", "folder:one"], "must hold at least two class folders, but holds 1"),
         (["--data", "folder:empty"], "empty/b is a class folder without pictures"),

@@ -148,7 +148,7 @@ def train(
             print(f"exitwise: stopped {stopped}; `{again}` goes on", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_first_process():
-        _report(place, history, as_json)
+        _report(place, history, net, as_json)
 
 
 def collect(
@@ -225,16 +225,20 @@ def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
     return place
 
 
-def _report(place: Path, history: Any, as_json: bool) -> None:
-    best = history.best
+def _report(place: Path, history: Any, net: str | None, as_json: bool) -> None:
+    from exitwise.run import Run
+
+    best, again = history.best, f" --net {net}" if net else ""
     if as_json:
         return print_json(run=str(place), best=best.epoch, **history.to_dict())
     exits = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
     kept = "each head as it was in its best" if history.kept else f"epoch {best.epoch}"
+    if attached := Run(place).about["model"].get("attach"):
+        print(f"Exits are behind {', '.join(attached['at'])}, and at the end.")
     print(
         f"Trained for {len(history.epochs)} epochs; kept is {kept}, "
         f"with validation top-1 {exits} % by exit.\n"
-        f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}"
+        f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}{again}"
     )
     return None
 

@@ -101,7 +101,7 @@ def evaluate(
         return print_json(**about)
     out = show.console()
     out.print(show.evaluation(found, amount, costs.unit))
-    out.print(show.exits(policy, result, costs.values, costs.unit))
+    out.print(show.exits(policy, result, found[VANILLA][1], costs.values, costs.unit))
     out.print(show.fitted(policy))
     return None
 

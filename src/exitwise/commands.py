@@ -15,7 +15,7 @@ from exitwise.calibration import Calibration
 from exitwise.collector import Progress, collect
 from exitwise.cost import macs
 from exitwise.costs import Costs
-from exitwise.errors import InputError
+from exitwise.errors import InputError, first_line
 from exitwise.evaluation import Evaluation, evaluate
 from exitwise.files import write_json
 from exitwise.fitting import fit_policy
@@ -61,7 +61,8 @@ def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:
     if known is None:
         known = tuner.calibrate(method)
         known.save(run.calibration_file(method))
-        print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
+        if method.name != VANILLA:  # which has nothing to tune
+            print(f"exitwise: calibrated by {method.name}, as the run had not been", file=sys.stderr)
     return known
 
 
@@ -167,7 +168,13 @@ def own_net(function: str) -> MultiExitNet:
         sys.path.pop(0)
     if not callable(make):
         raise InputError(f"`--net` must be like package.module:function, but got {function!r}")
-    net = make()
+    try:
+        net = make()
+    except InputError:
+        raise
+    except Exception as error:  # whatever the user's own code may raise
+        kind = type(error).__name__
+        raise InputError(f"`--net` {function} failed with {kind}: {first_line(error)}") from error
     if not isinstance(net, MultiExitNet):
         kind = type(net).__name__
         raise InputError(f"`--net` {function} must return a MultiExitNet, but returned a {kind}: use exitwise.attach")

@@ -134,7 +134,7 @@ def _gap(ece: float) -> str:
 def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
     """What was chosen at every exit and what it did to the validation NLPD."""
     note = "\nTuned on the validation split; NLPD of the ensemble where there is one."
-    if made.method.ensemble and made.val_nlpd[-1] > vanilla.val_nlpd[-1]:
+    if made.method.ensemble and len(made.exits) > 1 and made.val_nlpd[-1] > vanilla.val_nlpd[-1]:
         note += " The earlier exits spoil the last one: a method without ensembling, such as T_opt, may do better."
     table = _table(f"\n{made.method.name}", note)
     columns = ["exit", "temperature", *(["prior variance"] if made.method.laplace else []), "NLPD before", "NLPD after"]
@@ -178,12 +178,15 @@ def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, un
     return table
 
 
-def exits(policy: Policy, result: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
-    """Where samples leave."""
-    table = _table(f"\nExits ({policy.score} at least the threshold leaves)")
-    for name in ("exit", "cost", "threshold", "share %", "own top-1 %", "own NLPD", "own ECE"):
+def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
+    """Where samples leave, and what each exit gets if all leave there; the plain net's last is the whole net's own."""
+    table = _table(
+        f"\nExits ({policy.score} at least the threshold leaves)",
+        "\nTop-1, NLPD and ECE if all samples left there, calibrated; plain: top-1 of the net as it is.",
+    )
+    for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "plain %"):
         table.add_column(name, justify="right")
-    for k, own in enumerate(result.per_exit):
+    for k, (own, before) in enumerate(zip(result.per_exit, plain.per_exit, strict=True)):
         threshold = policy.thresholds[k]
         word = (
             "everyone" if threshold == float("-inf") else "nobody" if threshold == float("inf") else f"{threshold:.4f}"
@@ -197,6 +200,7 @@ def exits(policy: Policy, result: Evaluation, costs: Sequence[float], unit: str)
             f"{own.top1 * 100:.2f}",
             f"{own.nlpd:.4f}",
             f"{own.ece:.4f}",
+            f"{before.top1 * 100:.2f}",
         )
     return table
 

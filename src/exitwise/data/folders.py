@@ -194,9 +194,11 @@ def _rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-defined]  #
 
 
 def _centre(image: "Image.Image", size: int, margin: float = MARGIN) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """The short side to `margin` times the size, then the centre."""
+    """The short side to `margin` times the size, then the centre; one that has the size stays as it is."""
     from PIL import Image
 
+    if image.size == (size, size):
+        return image
     short = round(size * margin)
     width, height = (short * side // min(image.size) for side in image.size)
     left, top = (round((side - size) / 2) for side in (width, height))

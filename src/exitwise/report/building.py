@@ -91,7 +91,7 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
         "net": {
             "run": run.name,
             "name": preset or "your own net",
-            "data": run.about["data"]["name"],
+            "data": _data(run),
             "exits": trace.num_exits,
             "classes": trace.num_classes,
             "samples": len(trace.test),
@@ -141,7 +141,7 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
         "net": {
             "run": run.name,
             "name": str(run.about["model"].get("preset", "your own net")),
-            "data": run.about["data"]["name"],
+            "data": _data(run),
         },
         "training": _training(run) or {"epochs": [], "of": _epochs(run)},
         "made": [*origin_of_net(run), *origin_of_page(command)],
@@ -162,6 +162,12 @@ def _saved_like(own: Calibration | None, run: Run, trace: Trace) -> dict[str, Ca
             if made is not None and made.belongs_to(trace) and (made.mode, made.settings) == (own.mode, own.settings)
         },
     }
+
+
+def _data(run: Run) -> str:
+    """The data set's name, of a folder the last part alone."""
+    name = str(run.about["data"]["name"])
+    return Path(name.removeprefix("folder:")).name or name if name.startswith("folder:") else name
 
 
 def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:

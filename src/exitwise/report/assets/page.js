@@ -68,7 +68,8 @@ function headline() {
   section("headline", "At a glance", "What it is and what a budget buys",
     text(many ? `A network with ${costs.length} exits` : "A network with one exit", ` and ${grouped(net.classes)} classes. `,
       many ? `Stopping at its first exit costs ${amount(costs[0], unit)} per sample, at its last ${amount(costs.at(-1), unit)}. ` : `It costs ${amount(costs[0], unit)} per sample. `,
-      `Its confidence decides where a sample leaves; calibrated by ${data.method}, that confidence can be believed. Nothing was trained for it.`),
+      `Its confidence decides where a sample leaves, calibrated by ${data.method}. `,
+      many ? `If no sample left early, the plain network would be right on ${metric("top1", data.uncertainty.vanilla.at(-1).metrics.top1)} % of them.` : ""),
     lead, cards,
     data.guarantee ? html("p", { class: "note" }, `The run's own policy has a guarantee, those of this page have none. ${data.guarantee}`) : null,
     html("p", { class: "soft small" }, `Measured on ${grouped(net.samples)} test samples that nothing was fitted on. Intervals are ${percent(net.level, 0)} bootstrap intervals.`));
