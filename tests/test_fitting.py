@@ -119,9 +119,7 @@ class TestGeometric:
 
     @pytest.mark.parametrize("budget", [1.99, 12.01, 0, -5.0, nan, inf, -inf, True, None, "5", [5.0], 5 + 0j])
     def test_a_budget_out_of_reach_is_told_what_is_within(self, budget: Any) -> None:
-        with pytest.raises(
-            ew.InputError, match=r"`budget` must lie between .*, 2 to 12 ms \(17 to 100 %\), but got"
-        ) as caught:
+        with pytest.raises(ew.InputError, match=r"`budget` must lie between .*, 2 to 12 ms, but got") as caught:
             ew.fit_policy(random_probs(0, 3, 5, 4), costs=MILLISECONDS, budget=budget)
         assert str(caught.value).endswith(str(budget))
 

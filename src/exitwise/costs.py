@@ -49,10 +49,9 @@ class Costs:
         """Refuse what no policy can cost, and say what can be."""
         low, high = self.values[0], self.values[-1]
         if not is_number(budget) or not low <= budget <= high:
-            found = f"{budget:.10g}" if is_number(budget) else repr(budget)
             raise InputError(
                 f"`budget` must lie between the cost of the first exit and that of the last, "
-                f"{low:.10g} to {high:.10g} {self.unit} ({100 * low / high:.0f} to 100 %), but got {found}"
+                f"{low:.10g} to {high:.10g} {self.unit}, but got {budget}"
             )
 
 
