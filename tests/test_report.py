@@ -639,12 +639,13 @@ class TestPage:
         self.made_again(digits, tmp_path, monkeypatch, exitwise)
 
     def test_it_says_how_to_make_heads_again(
-        self, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
     ) -> None:
-        place = tmp_path / "run"
-        options = "--freeze-backbone --attach stages.0 --distill 0.5 --last --epochs 2 --batch-size 100"
-        weights = digits / "net.safetensors"
-        perform("train", "--data", "digits", "--weights", str(weights), *options.split(), "--out", str(place))
+        plain, place = tmp_path / "plain", tmp_path / "run"
+        same = ("train", "--data", "digits", "--model", "cifar100-resnet8")
+        perform(*same, "--epochs", "1", "--out", str(plain))
+        heads = "--freeze-backbone --attach stages.0.layer1 --distill 0.5 --epochs 2 --batch-size 100"
+        perform(*same, "--weights", str(plain / "net.safetensors"), *heads.split(), "--out", str(place))
         perform("collect", str(place))
         perform("report", str(place))
         found = read(place / "report.html").data["training"]
