@@ -111,6 +111,13 @@ def test_a_mistyped_name_gets_a_hint(tmp_path: Path) -> None:
         data.load("cifar-100", tmp_path)
 
 
+def test_a_folder_is_not_a_data_sets_name_but_nearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digit").mkdir()
+    with pytest.raises(ew.InputError, match="did you mean 'folder:digit'"):
+        data.load("digit")
+
+
 def test_the_digits_are_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 

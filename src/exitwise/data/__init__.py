@@ -131,6 +131,7 @@ def data_set(name: str) -> DataSet:
         )
     if name not in DATA_SETS:
         near = get_close_matches(name, DATA_SETS, n=1, cutoff=0.4)
+        near = [f"{_OWN}{name}"] if name and Path(name).is_dir() else near
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(DATA_SETS)} and folder:PATH"
         raise InputError(f"`data` must be the name of a data set, but got {name!r}; {hint}")
     return DATA_SETS[name]
