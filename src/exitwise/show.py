@@ -15,6 +15,7 @@ from exitwise.costs import Costs
 from exitwise.evaluation import Evaluation
 from exitwise.methods import OURS, VANILLA
 from exitwise.policy import Fit, Policy
+from exitwise.runtime.bench import FULL as FULL_NET
 from exitwise.runtime.bench import VANILLA as VANILLA_NET
 from exitwise.runtime.bench import Bench
 from exitwise.tables import Table, TableRow
@@ -233,14 +234,25 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     return table
 
 
+def _pays(found: Bench) -> str:
+    """What stopping early comes to at best, for each size of batch."""
+    best: dict[int, float] = {}
+    for row in found.timings:
+        if row.variant not in (VANILLA_NET, FULL_NET):
+            best[row.batch_size] = max(row.speedup, best.get(row.batch_size, 0.0))
+    words = ", ".join(f"{speed:.2f}x in batches of {size}" for size, speed in best.items())
+    loses = " Below 1x, deciding takes longer than stopping saves." if min(best.values(), default=1.0) < 1 else ""
+    return f"Stopping early, at best: {words}.{loses}" if best else ""
+
+
 def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
-    """Times of every contender, then the stage costs that budgets in milliseconds use."""
+    """Times of every contender, what it comes to, then the stage costs that budgets in milliseconds use."""
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     table = _table(
         f"\nMilliseconds per image, {threads}, medians of {found.repeats} interleaved rounds",
         "\nPredicted: times of full-batch stages for the samples that each stage saw, the bound for stopping early.\n"
         "Reached: the part of that speed that became real. Speed-up: against the plain net on the same backend.\n"
-        "Vanilla is the plain net to its end, full the calibrated one with all its exits.",
+        f"Vanilla is the plain net to its end, full the calibrated one with all its exits.\n{_pays(found)}",
     )
     for name in ("batch", "backend", "budget"):
         table.add_column(name, justify="right" if name == "batch" else "left")
