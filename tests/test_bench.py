@@ -101,7 +101,18 @@ def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
     """The second time for one size only: the file then holds the new times."""
     done = exitwise("bench", run, "--backend", "optimized", "--batch-size", 4, "--repeats", 1, "--costs-of", "torch:4")
     assert done.status == 0, done.err
-    for word in ("predicted", "measured", "reached", "speed-up", "by MACs", "vanilla", "full", "50%", "torch:4", "at best:"):
+    for word in (
+        "predicted",
+        "measured",
+        "reached",
+        "speed-up",
+        "by MACs",
+        "vanilla",
+        "full",
+        "50%",
+        "torch:4",
+        "at best:",
+    ):
         assert word in done.out
     now = json.loads((run / "bench.json").read_text())
     assert now["costs"]["of"] == "torch:4"
