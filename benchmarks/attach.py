@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import options, record, seconds
+from record import by_threads, options, record, seconds
 from torch import nn
 
 import exitwise as ew
@@ -82,10 +82,8 @@ def measure(name: str, module: nn.Module, side: int, batches: list[int], threads
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
     """Rows for the README: a column for each number of threads."""
-    threads = sorted({each["threads"] for each in measured})
     rows = []
-    for name in dict.fromkeys(each["module"] for each in measured):
-        found = [next(e for e in measured if (e["module"], e["threads"]) == (name, t)) for t in threads]
+    for name, found in by_threads(measured, "module").items():
         sizes = " and ".join(batch.removeprefix("batch ") for batch in found[0]["nobody leaves"])
         cells = [", ".join(f"{b['stages / plain module']:.2f}" for b in e["nobody leaves"].values()) for e in found]
         seconds_taken = [f"{each['attach, median seconds']:.1f} s" for each in found]

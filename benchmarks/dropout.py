@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import options, record, seconds
+from record import by_threads, options, record, seconds
 from torch import Tensor
 
 import exitwise as ew
@@ -88,12 +88,13 @@ def _added(times: dict[str, float], name: str) -> float:
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
     """Rows for the README: a column for each number of threads."""
-    threads = sorted({each["threads"] for each in measured})
     rows = []
-    for batch in dict.fromkeys(each["batch"] for each in measured):
-        found = [e["median ratios"] for t in threads for e in measured if (e["batch"], e["threads"]) == (batch, t)]
+    for batch, found in by_threads(measured, "batch").items():
         cells = [
-            ", ".join(f"{each[f'{name} adds to the plain net, %']:.1f} %" for name in ("Laplace", "MC dropout"))
+            ", ".join(
+                f"{each['median ratios'][f'{name} adds to the plain net, %']:.1f} %"
+                for name in ("Laplace", "MC dropout")
+            )
             for each in found
         ]
         rows.append(f"| added to the plain net's time by Laplace, by MC dropout, batch {batch} | {' | '.join(cells)} |")

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import options, record, seconds
+from record import by_threads, options, record, seconds
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -85,11 +85,9 @@ def measure(name: str, net: ew.MultiExitNet, threads: int, repeats: int, images:
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
     """Rows for the README: a column for each number of threads."""
-    threads = sorted({each["threads"] for each in measured})
     rows = []
-    for name in dict.fromkeys(each["net"] for each in measured):
-        ratios = [e["median ratio"] for t in threads for e in measured if (e["net"], e["threads"]) == (name, t)]
-        cells = " | ".join(f"{ratio:.1f}x" for ratio in ratios)
+    for name, found in by_threads(measured, "net").items():
+        cells = " | ".join(f"{each['median ratio']:.1f}x" for each in found)
         rows.append(f"| an epoch of head training that runs the backbone / on kept features, {name} | {cells} |")
     return rows
 

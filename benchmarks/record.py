@@ -40,6 +40,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def by_threads(measured: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:
+    """Results of the same thing, by its name under `key`, in the order of their threads: the columns of a table."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for each in sorted(measured, key=lambda each: int(each["threads"])):
+        found.setdefault(each[key], []).append(each)
+    return found
+
+
 def record(file: Path, measured: dict[str, Any]) -> None:
     """Into a file, with the machine and the command, and to the terminal."""
     text = json.dumps({"command": "make benchmark", "machine": machine(), **measured}, indent=2)

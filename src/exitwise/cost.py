@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
-from exitwise.errors import InputError, first_line
+from exitwise.errors import NET_ERRORS, InputError, first_line
 from exitwise.methods import SAMPLES
 from exitwise.net import MultiExitNet
 from exitwise.states import kind, mapped
@@ -53,7 +53,7 @@ def macs(
                 cumulative.append(sum(counts))
         except InputError:
             raise
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except NET_ERRORS as error:
             reason = first_line(error)
             raise InputError(f"the net cannot take inputs of {shown}: {reason}") from None
     for hook in hooks:

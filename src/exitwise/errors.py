@@ -1,5 +1,8 @@
 """The kinds of errors that a user's input can cause."""
 
+# What a net raises when it gets what it cannot take.
+NET_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+
 
 class InputError(ValueError):
     """An argument, a file or a setting is wrong; the message is one line that says what, and what was expected."""

@@ -17,7 +17,7 @@ from exitwise.machine import Machine
 from exitwise.models.attach import attach
 from exitwise.recipes import HeadRecipe
 from exitwise.run import creating, describe
-from exitwise.seeds import generator_of
+from exitwise.seeds import generator_of, seeded
 from exitwise.training import Watcher
 
 
@@ -64,15 +64,13 @@ def train_new_heads(
         raise InputError(f"--freeze-backbone is for one process, but {fabric.world_size} were asked for")
     with creating(directory, force) as new:
         held, splits, about = source.load(size)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
         if order.weights is not None:
             load_checkpoint(net, order.weights)
         if order.attach is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                at = order.attach if order.attach == "auto" else order.attach.split(",")
+            at = order.attach if order.attach == "auto" else order.attach.split(",")
+            with seeded(seed):
                 net = attach(net.eval(), at, exits=order.exits, example_inputs=torch.rand(1, *splits.train.shape))
         net.to(fabric.device)
         options: dict[str, Any] = {**recipe.to_dict(), "last": order.last, "seed": seed, "workers": workers}

@@ -1,5 +1,7 @@
 """Everything random takes a seed or a generator."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -20,6 +22,14 @@ def seed_for(*key: int) -> int:
     """A seed that belongs to a key such as (seed, epoch, batch): another key has an unrelated one."""
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """PyTorch's own numbers from a seed, for a net that is built; afterwards they go on as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def generator_for(*key: int) -> torch.Generator:

@@ -18,7 +18,7 @@ from exitwise.net import MultiExitNet
 from exitwise.processes import by_first, rank
 from exitwise.recipes import Recipe, recipe_named
 from exitwise.run import Run, creating, describe
-from exitwise.seeds import generator_of
+from exitwise.seeds import generator_of, seeded
 from exitwise.sources import source_of
 from exitwise.training import Trainer, Watcher, worth_compiling
 
@@ -98,8 +98,7 @@ def train_new(
     size = models.config(preset).input_shape[1] if preset else FILE_SIZE
     fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
     held, splits, about = source.load(size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if order.compile is None else order.compile
@@ -122,8 +121,7 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
     plan = Plan.of(run)
     _check_same(run, order, plan)
     fabric = replace(means.machine, precision=plan.precision).fabric()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.seed)
+    with seeded(plan.seed):
         net = net_of(run, order.net)
     splits = pictures(run, root)
     if len(splits.train.classes) != net.num_classes:

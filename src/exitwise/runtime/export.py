@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import exitwise
 from exitwise import models, states
-from exitwise.errors import InputError, first_line
+from exitwise.errors import NET_ERRORS, InputError, first_line
 from exitwise.net import Head, MultiExitNet
 from exitwise.run import creating
 from exitwise.runtime import folding
@@ -175,7 +175,7 @@ def _write_graphs(classifier: Classifier, given: Any, names: Sequence[str], fold
             with torch.no_grad():
                 state = stage(state)
                 said = exit(head.features(state), memory)
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except NET_ERRORS as error:
             raise InputError(f"the net cannot take {states.kind(given)}: {first_line(error)}") from None
         memory = said.memory
         outputs = [] if last else [f"next.{i}" for i, _ in enumerate(states.tensors(state))]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exitwise import states
 from exitwise.costs import Costs
-from exitwise.errors import InputError, first_line
+from exitwise.errors import NET_ERRORS, InputError, first_line
 from exitwise.net import MultiExitNet
 from exitwise.predictions import Array, ExitPrediction
 from exitwise.preprocessing import Preprocessing
@@ -131,7 +131,7 @@ class TorchBackend:
             try:
                 state = self._net.stages[exit](live.state)
                 said = self._exits[exit](self._net.exits[exit].features(state), live.memory)
-            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            except NET_ERRORS as error:
                 reason = first_line(error)
                 raise InputError(f"the net cannot take images of {self._kind}: {reason}") from None
         probs = said.probs.float().cpu().numpy()
