@@ -15,6 +15,7 @@ from exitwise import tensorfiles
 from exitwise.dropout import Dropout
 from exitwise.errors import InputError
 from exitwise.laplace import MODES, Mode, Posterior, Spectrum
+from exitwise.memory import align_fields
 from exitwise.methods import Ensemble, Method
 from exitwise.predictions import Array, ExitPrediction, Predictions
 from exitwise.sampled import chunks, log_mean_softmax, mean_log_probs, sample_logits
@@ -39,6 +40,9 @@ class CalibratedExit:
     posterior: Posterior | None = None
     draws: Tensor | None = None  # (S, c)
     dropout: Dropout | None = None
+
+    def __post_init__(self) -> None:
+        align_fields(self, "draws")
 
     def log_probs(self, features: Tensor) -> Tensor:
         """(n, c) from features (n, p), float32."""

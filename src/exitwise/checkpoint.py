@@ -37,9 +37,7 @@ _RENAMES = (
 
 def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
     """The net's weights in our own format, with the spec that rebuilds it."""
-    # Cloned, as weights that are tied share memory, which the file format cannot say.
-    tensors = {key: value.detach().cpu().clone() for key, value in net.state_dict().items()}
-    tensorfiles.write(Path(path), tensors, FORMAT, VERSION, {"model": net.spec})
+    tensorfiles.write(Path(path), net.state_dict(), FORMAT, VERSION, {"model": net.spec})
 
 
 def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from exitwise.memory import align_fields
 from exitwise.sampled import chunks
 from exitwise.trace import HeadWeights
 
@@ -16,6 +17,9 @@ class Dropout:
 
     rate: float
     masks: Tensor  # (S, p) of bool: the features that stay
+
+    def __post_init__(self) -> None:
+        align_fields(self, "masks")
 
     @cached_property
     def factors(self) -> Tensor:

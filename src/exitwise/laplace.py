@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exitwise.errors import InputError
+from exitwise.memory import align, align_fields
 
 Mode = Literal["paper", "exact", "naive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -34,6 +35,9 @@ class Curvature:
     A: Tensor
     B: Tensor
     n: int
+
+    def __post_init__(self) -> None:
+        align_fields(self, "A", "B")
 
 
 class Accumulator(Protocol):
@@ -113,6 +117,9 @@ class Posterior:
     offset: Tensor  # () what the bias adds where it is kept apart
     root: Tensor  # (c, c): the Cholesky factor L of U^-1, or the eigenvectors of B
 
+    def __post_init__(self) -> None:
+        align_fields(self, "basis", "inverse", "offset", "root")
+
     def single(self) -> "Posterior":
         """The same in float32, for predicting."""
         parts = {name: getattr(self, name).float() for name in ("basis", "inverse", "offset", "root")}
@@ -187,4 +194,4 @@ def _eigh(factor: Tensor, name: str, n: int) -> tuple[Tensor, Tensor]:
             f"curvature factor {name} must be positive semi-definite, "
             f"but has eigenvalues from {float(values[0]):.3g} to {float(values[-1]):.3g}"
         )
-    return values.clamp(min=0), vectors
+    return values.clamp(min=0), align(vectors)  # LAPACK's are column-major

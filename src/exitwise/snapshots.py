@@ -39,8 +39,6 @@ class Snapshots:
     def save(self, epoch: int, batch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write one, then remove all but the newest two."""
         file = self.folder / f"{epoch:05d}-{batch:07d}.safetensors"
-        # Cloned, as weights that are tied share memory, which the file format cannot say.
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         header = {"state": dict(state), "digest": _digest(tensors)}
         tensorfiles.write(file, tensors, FORMAT, VERSION, header)
         for old in self.files()[_KEPT:]:
@@ -78,5 +76,5 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -13,6 +13,7 @@ from exitwise import tensorfiles
 from exitwise.costs import Costs
 from exitwise.errors import InputError
 from exitwise.laplace import Curvature
+from exitwise.memory import align_fields
 from exitwise.seeds import generator_of
 
 FORMAT, VERSION = "exitwise.trace", 1
@@ -25,6 +26,9 @@ class Split:
     features: tuple[Tensor, ...]
     labels: Tensor
     index: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        align_fields(self, "features", "labels", "index")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,6 +48,9 @@ class HeadWeights:
 
     weight: Tensor
     bias: Tensor | None
+
+    def __post_init__(self) -> None:
+        align_fields(self, "weight", "bias")
 
     def single(self) -> "HeadWeights":
         """The same in float32."""

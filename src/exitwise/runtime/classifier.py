@@ -134,8 +134,7 @@ class Classifier(nn.Module):
         """Everything in one file: weights, calibration, policy, classes, preprocessing."""
         tensors, about = self.calibration.to_tensors()
         tensors = {f"calibration.{key}": value for key, value in tensors.items()}
-        for key, value in self.net.state_dict().items():
-            tensors[f"net.{key}"] = value.detach().cpu().clone()  # tied weights share memory, which a file cannot say
+        tensors |= {f"net.{key}": value for key, value in self.net.state_dict().items()}
         metadata = {
             "model": self.net.spec,
             "calibration": about,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from exitwise import states
 from exitwise.costs import Costs
 from exitwise.errors import NET_ERRORS, InputError, first_line
+from exitwise.memory import ALIGNMENT
 from exitwise.net import MultiExitNet
 from exitwise.predictions import Array, ExitPrediction
 from exitwise.preprocessing import Preprocessing
@@ -104,7 +105,8 @@ class TorchBackend:
             images = images.to(self._dtype)
         if self._channels_last and images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
-        return images
+        # An array starts anywhere, a slice of a batch too: from memory of our own, equal images give equal answers.
+        return images.clone() if images.data_ptr() % ALIGNMENT else images
 
     def stack(self, images: Sequence[Any]) -> Any:
         return states.mapped(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
