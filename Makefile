@@ -1,28 +1,51 @@
 # Each target sets up what it needs; a second call finds it done.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 DEMO_RUN ?= runs/demo
 JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+export PYTHON
 
-.PHONY: demo test lint types tests benchmark docs screenshot experiments plain policies clean
+.PHONY: demo test test-all test-soak test-kernels test-pythons wheel lint types
+.PHONY: benchmark docs screenshot experiments plain policies clean
 
-demo: .venv/core.ready
-	$(BIN)/exitwise demo --out $(DEMO_RUN) --force
+demo: $(VENV)/core.ready
+	$(BIN)/python -m exitwise demo --out $(DEMO_RUN) --force
 
-test: lint types tests
+# What a contributor runs: minutes.
+test: lint types
+	$(PYTEST) -m "not slow"
 
-lint: .venv/dev.ready
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+# Everything, as CI runs it.
+test-all: lint types
+	$(PYTEST)
 
-types: .venv/dev.ready
-	$(BIN)/mypy
+lint: $(VENV)/dev.ready
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
-tests: .venv/dev.ready
-	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile
+types: $(VENV)/dev.ready
+	$(BIN)/python -m mypy
+
+# Kills and interruptions at random moments, with new seeds, again and again: make test-soak ROUNDS=20
+ROUNDS ?= 20
+test-soak: $(VENV)/dev.ready
+	$(BIN)/python tools/soak.py $(ROUNDS)
+
+# The numerical tests on the arithmetic of other CPUs.
+test-kernels: $(VENV)/dev.ready
+	$(BIN)/python tools/kernels.py
+
+# Import, demo and fast tests on every Python from 3.11 to 3.13 that is found.
+test-pythons:
+	tools/pythons
+
+# Build the wheel, and try it in an empty environment without the checkout.
+wheel: $(VENV)/dev.ready
+	$(BIN)/python tools/wheel.py dist
 
 # Alone on the machine: about an hour.
-benchmark: .venv/dev.ready
+benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/method.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/runtime.py
@@ -33,36 +56,33 @@ benchmark: .venv/dev.ready
 	$(BIN)/python benchmarks/attach.py
 
 # The documentation as a site: open site/index.html.
-docs: .venv/dev.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: $(VENV)/dev.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The README's picture of the report.
-screenshot: demo .venv/dev.ready
+screenshot: demo $(VENV)/dev.ready
 	$(BIN)/python docs/screenshot.py $(DEMO_RUN)/report.html
 
 # Hours, and goes on where it was interrupted: make experiments CIFAR100=DIR
-experiments: .venv/dev.ready
+experiments: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/cifar100.py $(CIFAR100) runs/experiments
 
 # Forty minutes, and goes on where it was interrupted: make plain [CIFAR100=DIR]
-plain: .venv/dev.ready
+plain: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/plain.py runs/plain $(if $(CIFAR100),--cifar100 $(CIFAR100))
 
 # About an hour: make policies CIFAR100=DIR
-policies: .venv/dev.ready
+policies: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/policies.py
 	nice -n 19 $(BIN)/python experiments/certificates.py
 	nice -n 19 $(BIN)/python experiments/drift.py $(CIFAR100)
 	$(BIN)/python experiments/tables.py
 
-.venv/core.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	touch $@
+$(VENV)/core.ready: pyproject.toml constraints.txt
+	@tools/set-up $(VENV) core
 
-.venv/dev.ready: .venv/core.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+$(VENV)/dev.ready: $(VENV)/core.ready
+	@tools/set-up $(VENV) dev dev
 
 clean:
-	rm -rf .venv runs build site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv.unfinished runs build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

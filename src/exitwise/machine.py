@@ -2,8 +2,11 @@
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,16 @@ if TYPE_CHECKING:
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")  # weights stay in float32
 STRATEGIES = ("auto", "ddp")  # those under which every process holds the whole net, as our files do
+
+
+# Products and convolutions of these types take other instructions than those of float32.
+_PROBE = """
+import torch
+x = torch.ones(64, 64, 8, 8, dtype=torch.{dtype}, requires_grad=True)
+y = torch.nn.functional.conv2d(x, torch.ones(64, 64, 3, 3, dtype=torch.{dtype}))
+(y.flatten(1) @ y.flatten(1).T).sum().backward()
+"""
+_PROBES = {"16-mixed": _PROBE.format(dtype="float16"), "bf16-mixed": _PROBE.format(dtype="bfloat16")}
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,11 @@ class Machine:
                 f"set MASTER_ADDR, MASTER_PORT and NODE_RANK on each, or start it by torchrun or Slurm"
             )
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # its banners are not ours
+        if accelerator == "cpu" and self.precision in _PROBES and not survives(_PROBES[self.precision]):
+            raise InputError(
+                f"`precision` {self.precision} does not run here: this CPU announces instructions that it lacks, as some "
+                f"virtual machines do; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or use 32-true"
+            )
         arguments: dict[str, Any] = {
             "accelerator": accelerator,
             "devices": devices,
@@ -68,6 +86,13 @@ class Machine:
                 return Fabric(**arguments)
         except (RuntimeError, ValueError) as error:
             raise InputError(f"this machine cannot do that: {' '.join(str(error).split())}") from None
+
+
+@cache
+def survives(code: str) -> bool:
+    """Run Python code in a process of its own, and return whether no signal ended it."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode >= 0
 
 
 def _resolved(accelerator: str) -> str:
