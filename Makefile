@@ -27,10 +27,14 @@ lint: $(VENV)/dev.ready
 types: $(VENV)/dev.ready
 	$(BIN)/python -m mypy
 
-# Kills and interruptions at random moments, with new seeds, again and again: make test-soak ROUNDS=20
+# Kills at random moments and random examples, with new seeds each round: make test-soak ROUNDS=20
 ROUNDS ?= 20
 test-soak: $(VENV)/dev.ready
-	$(BIN)/python tools/soak.py $(ROUNDS)
+	for round in $$(seq $(ROUNDS)); do \
+	    seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+	    echo "round $$round: EXITWISE_TEST_SEED=$$seed"; \
+	    EXITWISE_TEST_SEED=$$seed $(PYTEST) -m soak --hypothesis-seed $$seed || exit 1; \
+	done
 
 # The numerical tests on the arithmetic of other CPUs.
 test-kernels: $(VENV)/dev.ready
@@ -42,7 +46,8 @@ test-pythons:
 
 # Build the wheel, and try it in an empty environment without the checkout.
 wheel: $(VENV)/dev.ready
-	$(BIN)/python tools/wheel.py dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	EXITWISE_WHEELS=dist $(BIN)/python -m pytest tests/test_wheel.py
 
 # Alone on the machine: about an hour.
 benchmark: $(VENV)/dev.ready

@@ -1,13 +1,18 @@
-"""What every test shares."""
+"""What every test shares: seeds, threads, the command, the shipped net; and the line that says what was left out."""
 
 import json
+import os
+import random
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +20,66 @@ from exitwise import cli, zoo
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
+# Every test draws from seeds that follow from its name and this number; `make test-soak` takes another each time.
+SEED = int(os.environ.get("EXITWISE_TEST_SEED", "0"))
+
+# A deadline is a time, which a busy machine does not keep.
+hypothesis.settings.register_profile("exitwise", deadline=None, derandomize=SEED == 0, database=None)
+hypothesis.settings.load_profile("exitwise")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Seed what a module draws while it is imported."""
+    if isinstance(collector, pytest.Module):
+        _seed_everything(collector.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed PyTorch, NumPy and `random` from the test's name, and return the seed."""
+    return _seed_everything(request.node.nodeid)
+
+
+def _seed_everything(name: str) -> int:
+    seed = crc32(f"{SEED} {name}".encode())
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return seed
+
+
+# -- the line that says how many tests were left out, summed over processes of pytest-xdist
+
+_LEFT_OUT = "exitwise_left_out"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        config = items[0].config
+        setattr(config, _LEFT_OUT, getattr(config, _LEFT_OUT, 0) + len(items))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_LEFT_OUT] = getattr(session.config, _LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects all tests and leaves out the same ones."""
+    setattr(node.config, _LEFT_OUT, getattr(node, "workeroutput", {}).get(_LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left_out = getattr(config, _LEFT_OUT, 0)
+    if left_out and config.option.markexpr == "not slow":
+        terminalreporter.write_line(f"{left_out} slow tests were left out: `make test-all` runs everything.")
+
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Small operations on two threads become many times slower when anything else runs."""
-    torch.set_num_threads(1)
+def threads() -> None:
+    """One thread: small operations on two become many times slower when anything else runs."""
+    torch.set_num_threads(int(os.environ.get("EXITWISE_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,15 +28,7 @@ from exitwise.sources import source_of
 from exitwise.training import Watcher, worth_compiling
 
 DIGITS = ("train", "--data", "digits", "--epochs", "3")
-
-
-@pytest.fixture
-def run(exitwise: Command, tmp_path: Path) -> Path:
-    """A copy of a trained run to do things to."""
-    place = tmp_path / "run"
-    done = exitwise(*DIGITS, "--out", place)
-    assert done.status == 0, done.err
-    return place
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +41,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to do things to."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
 def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     """A real process of the command."""
     return subprocess.Popen(
@@ -55,7 +54,7 @@ def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**ENVIRONMENT, **environment},
     )
 
 
@@ -236,28 +235,39 @@ def test_history_is_saved_and_drawn(run: Path, tmp_path: Path) -> None:
 # -- interruptions
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp_path: Path) -> None:
+# A training that kills itself when it is about to touch a file of the run for the n-th time: to open or to create it, to
+# change its mode, to rename or to remove it. Every state that a kill can leave on disk lies between two of these.
+KILLED = """
+import os, signal, sys
+from exitwise.cli import main
+left, run = int(sys.argv.pop(1)), sys.argv.pop(1)
+
+def count(event, arguments):
+    global left
+    if event in ("open", "os.chmod", "os.rename", "os.remove", "os.mkdir") and run in str(arguments[0]):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(count)
+main()
+"""
+
+
+@pytest.mark.soak
+def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp_path: Path, seed: int) -> None:
     """SIGKILL, a real process, a checkpoint after every batch so that most kills fall into an epoch or into a write."""
-    seed = random.randrange(10**6)
-    moments = random.Random(seed)
-    place = tmp_path / "run"
-    checkpoints = Snapshots(place / "checkpoints")
-    kills, arguments = 0, [*DIGITS, "--out", place, "--checkpoint-minutes", 0]
-    while True:
-        before = checkpoints.newest()
-        with started(*arguments) as process:
-            if kills < 4:
-                wait_for(lambda before=before: checkpoints.newest() != before, process)  # type: ignore[misc]
-                time.sleep(moments.uniform(0, 0.4))
-                process.kill()
-            _, err = process.communicate(timeout=300)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, err
-        kills += 1
+    place, moments = tmp_path / "run", random.Random(seed)
+    arguments: list[object] = [*DIGITS, "--out", place, "--checkpoint-minutes", 0]
+    for _ in range(3):
+        touches = moments.randrange(20, 120)  # of about 370 in all
+        command = [sys.executable, "-c", KILLED, str(touches), place.name, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert done.returncode == -signal.SIGKILL, f"killed at touch {touches}: {done.stderr}"
         arguments = ["train", place, "--resume", "--checkpoint-minutes", 0]
-    print(f"seed {seed}, {kills} kills")
-    assert kills >= 1
+    with started("train", place, "--resume", "--checkpoint-minutes", 0) as process:
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     assert_same_training(place, whole)
     assert not list(place.rglob(".*")), "a killed write leaves nothing behind in the end"
 
@@ -300,7 +310,7 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
         own = torch.Generator() if kind == "generator" else None
         train = dataset if kind == "dataset" else DataLoader(dataset, batch_size=16, shuffle=True, generator=own)
         recipe = Recipe(epochs=3, batch_size=16, warmup=1)
-        torch.manual_seed(random.randrange(10**6))  # what else the process draws must not matter
+        torch.manual_seed(random.randrange(10**6))  # another each time: what else the process draws must not matter
         ew.train(net, train, [(x, y)], recipe=recipe, out=out, watcher=watcher, resume=resume, checkpoint_minutes=0.0)
 
     fit(tmp_path / "whole")

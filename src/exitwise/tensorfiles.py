@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {}
             for key in checked.keys():  # noqa: SIM118
                 tensors[key] = torch.empty_like(checked.get_tensor(key), memory_format=torch.contiguous_format)
-                data = tensors[key].reshape(-1).view(torch.uint8).numpy()
+                data = tensors[key].reshape(-1).view(torch.uint8).numpy().data
                 start, end = entries[key]["data_offsets"]
                 file.seek(8 + size + start)
                 if end - start != len(data) or file.readinto(data) != len(data):
