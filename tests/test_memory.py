@@ -1,4 +1,4 @@
-"""Whatever is loaded or kept is contiguous and starts at a 64-byte boundary, so that equal values give equal results."""
+"""What is loaded or kept is contiguous and starts at a 64-byte boundary, so that equal values give equal results."""
 
 import subprocess
 import sys
@@ -149,7 +149,7 @@ def saved(kind: str, folder: Path) -> Any:
         ew.calibrate(trace, method, mode="exact" if kind == "exact" else "paper").save(path)
         return ew.Calibration.load(path)
     if kind == "split":
-        train, test = data.load("digits")
+        train, _ = data.load("digits")
         data.HoldOut.random(train, 297, 0, 500).save(path)
         return [data.HoldOut.load(path), tensorfiles.read(path)[0]]
     if kind == "checkpoint":

@@ -235,8 +235,8 @@ def test_history_is_saved_and_drawn(run: Path, tmp_path: Path) -> None:
 # -- interruptions
 
 
-# A training that kills itself when it is about to touch a file of the run for the n-th time: to open or to create it, to
-# change its mode, to rename or to remove it. Every state that a kill can leave on disk lies between two of these.
+# A training that kills itself when it is about to touch a file of the run for the n-th time: to open, create, rename or
+# remove it, or to change its mode. Every state that a kill can leave on disk lies between two of these.
 KILLED = """
 import os, signal, sys
 from exitwise.cli import main

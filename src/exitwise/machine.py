@@ -71,8 +71,8 @@ class Machine:
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # its banners are not ours
         if accelerator == "cpu" and self.precision in _PROBES and not survives(_PROBES[self.precision]):
             raise InputError(
-                f"`precision` {self.precision} does not run here: this CPU announces instructions that it lacks, as some "
-                f"virtual machines do; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or use 32-true"
+                f"`precision` {self.precision} does not run here: this CPU announces instructions that it lacks, as "
+                f"some virtual machines do; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or use 32-true"
             )
         arguments: dict[str, Any] = {
             "accelerator": accelerator,

@@ -44,9 +44,9 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors of a safetensors file, and its header.
 
-    Each tensor gets memory of its own, contiguous and aligned (see `memory`), and is read into it from the file: nothing
-    is held twice, and nothing changes when the file does. The library checks the file; the views into it that the
-    library offers start wherever the header happens to end.
+    Each tensor gets memory of its own, contiguous and aligned (see `memory`), and is read into it from the file, so
+    that nothing is held twice and nothing changes when the file does. The library checks the file; the views that it
+    offers start wherever the header happens to end.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist")
