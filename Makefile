@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_RUN ?= runs/demo
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 export PYTHON
 
 .PHONY: demo test test-all test-soak test-kernels test-pythons wheel lint types

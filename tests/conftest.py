@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from exitwise import cli, zoo
 
@@ -48,9 +50,22 @@ def _seed_everything(name: str) -> int:
     return seed
 
 
-# -- the line that says how many tests were left out, summed over processes of pytest-xdist
+# -- which tests are slow, and the line that says how many tests were left out, summed over processes of pytest-xdist
 
 _LEFT_OUT = "exitwise_left_out"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but the first case of tests that say so."""
+    met = set()
+    for item in items:
+        if item.get_closest_marker("slow_after_first") is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in met:
+            item.add_marker("slow")
+        met.add(test)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -86,6 +101,30 @@ def threads() -> None:
 def interruptible() -> None:
     """A shell that runs this in the background has it ignore SIGINT, which processes started here would inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+    """A folder that `make` fills once for all processes of a test run: the first that comes, while the others wait."""
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    root = factory.getbasetemp().parent if parallel else factory.getbasetemp()
+    place = root / name
+    with FileLock(root / f"{name}.lock"):
+        if not (place / ".whole").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            make(place)
+            (place / ".whole").touch()
+    return place
+
+
+@pytest.fixture(scope="session")
+def cifar100(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds all of real CIFAR-100 in its binary layout."""
+    pytest.importorskip("PIL")
+    restore = shared / "data" / "cifar100" / "restore.py"
+    return once(
+        tmp_path_factory, "cifar100", lambda place: subprocess.run([sys.executable, restore, place], check=True)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -442,6 +442,7 @@ EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "
 
 
 @pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.slow_after_first
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     """Also with tokens, with several inputs in a row or by name, and with masks."""
     _, net, few = attached(name)
@@ -469,6 +470,7 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory", "embedding", "mean", "probs", "next.0", "state.0", "image", "input.1"])
+@pytest.mark.slow_after_first
 def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
     """Also one that means something inside a bundle's graphs."""
 
@@ -489,6 +491,7 @@ def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(session(arrays(inputs)).probs, clf(inputs).probs.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_that_does_not_exist_is_an_answer_and_harms_no_other(tmp_path: Path) -> None:
     _, net, few = attached("samples_second")
     ids = Inputs.of(few).batch(40).given
@@ -740,6 +743,7 @@ def test_stages_are_about_as_quick_as_the_module() -> None:
     assert cut < 1.3 * plain
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     (found,) = small("attach.py", tmp_path)["measured"]
     assert found["attach, median seconds"] > 0

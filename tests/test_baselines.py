@@ -351,6 +351,7 @@ def test_a_saved_net_comes_back_bit_for_bit(preset: str, changes: dict[str, int]
         ("tiny-8", {}, "cifar100-densenet10", "it fits 'tiny-8'"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_a_misfit_names_the_preset_that_fits(
     source: str, changes: dict[str, int], target: str, expected: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from conftest import Command, zoo_run
 import exitwise as ew
 from exitwise.runtime import bench
 
+pytestmark = pytest.mark.slow
+
 SIZES = ("--batch-size", 1, "--batch-size", 8)
 
 

@@ -3,8 +3,6 @@
 import io
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +255,7 @@ def test_old_files_without_batch_counters_load(public: bool, tmp_path: Path) -> 
         ("caltech256-small", {}, "tiny-8", False, "it fits 'caltech256-small'"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_a_misfit_names_keys_and_the_preset_that_fits(
     source: str, changes: dict[str, int], target: str, public: bool, expected: str, tmp_path: Path
 ) -> None:
@@ -425,15 +424,6 @@ def golden(shared: Path) -> Path:
     return shared / "golden"
 
 
-@pytest.fixture(scope="session")
-def cifar100(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-100 in its binary layout."""
-    pytest.importorskip("PIL")
-    folder = tmp_path_factory.mktemp("cifar100")
-    subprocess.run([sys.executable, shared / "data" / "cifar100" / "restore.py", folder], check=True)
-    return folder / "cifar-100-binary"
-
-
 def test_the_trained_checkpoint_has_the_public_names_and_loads(golden: Path) -> None:
     file = golden / "cifar100_msdnet_small.safetensors"
     theirs = load_file(file)
@@ -451,7 +441,7 @@ def test_features_of_real_pictures_are_those_of_the_public_code(
 ) -> None:
     """The trace holds float16: half a unit in the last place is 2^-11 of the value; the rest is order of summation."""
     trace = load_file(golden / "trace.safetensors")
-    records = np.memmap(cifar100 / file, np.uint8, "r").reshape(-1, 2 + 3 * 32 * 32)
+    records = np.memmap(cifar100 / "cifar-100-binary" / file, np.uint8, "r").reshape(-1, 2 + 3 * 32 * 32)
     chosen = torch.from_numpy(records[trace[f"{split}.index"][:64].numpy()])
     assert torch.equal(chosen[:, 1].long(), trace[f"{split}.labels"][:64])
     mean, std = torch.tensor([[0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]]).view(2, 3, 1, 1)

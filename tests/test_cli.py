@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import random_trace
-from conftest import Command, contents
+from conftest import Command, contents, zoo_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_data import write_cifar
@@ -39,13 +39,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def run(demo: tuple[Path, str], tmp_path: Path) -> Path:
-    """A copy of the demo's run without its calibrations, to do things to."""
-    copy = tmp_path / "run"
-    copy.mkdir()
-    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
-        (copy / name).symlink_to(demo[0] / name)
-    return copy
+def run(tmp_path: Path) -> Path:
+    """The demo's run without its calibrations, to do things to."""
+    return zoo_run(tmp_path / "run")
 
 
 def change_trace(run: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -58,6 +54,7 @@ def change_trace(run: Path, change: Callable[[dict[str, torch.Tensor]], None]) -
     save_file(tensors, path, metadata=header)
 
 
+@pytest.mark.slow
 def test_demo_prints_twelve_rows_beside_the_paper(demo: tuple[Path, str]) -> None:
     _, out = demo
     for name in ew.METHODS:
@@ -72,6 +69,7 @@ def test_demo_prints_twelve_rows_beside_the_paper(demo: tuple[Path, str]) -> Non
     assert "exitwise evaluate run --budget 50%" in out
 
 
+@pytest.mark.slow
 def test_demo_leaves_a_whole_run(demo: tuple[Path, str]) -> None:
     folder, out = demo
     results = json.loads((folder / "results.json").read_text())
@@ -85,6 +83,7 @@ def test_demo_leaves_a_whole_run(demo: tuple[Path, str]) -> None:
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
 
 
+@pytest.mark.slow
 def test_demo_overwrites_a_run_only_when_told_and_anything_else_never(
     demo: tuple[Path, str], exitwise: Command, tmp_path: Path
 ) -> None:
@@ -151,6 +150,7 @@ def test_a_budget_in_milliseconds_where_costs_are(run: Path, exitwise: Command) 
 
 
 @pytest.mark.parametrize("score", ["entropy", "variance"])
+@pytest.mark.slow
 def test_evaluate_by_other_scores(run: Path, exitwise: Command, score: str) -> None:
     found = exitwise("evaluate", run, "--budget", "2e7", "--method", "Laplace", "--score", score, "--json").json
     assert found["methods"]["Laplace"]["policy"]["score"] == score

@@ -430,6 +430,7 @@ def zoo_rows(tmp_path_factory: pytest.TempPathFactory) -> list[PolicyRow]:
     return list(asked.run(run, trace, trace.costs))
 
 
+@pytest.mark.slow
 class TestZoo:
     """On the shipped net: 5,000 validation and 10,000 test samples."""
 

@@ -31,6 +31,7 @@ def loader(n: int) -> "DataLoader[tuple[torch.Tensor, ...]]":
     return DataLoader(TensorDataset(torch.rand(n, 1, 8, 8), torch.arange(n) % 10), batch_size=16)
 
 
+@pytest.mark.slow
 def test_python_in_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +51,7 @@ def test_python_in_the_readme_runs(
     assert (tmp_path / "bundle" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_readmes_way_from_nothing_to_an_evaluated_net(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:
@@ -64,6 +66,7 @@ def test_the_readmes_way_from_nothing_to_an_evaluated_net(
     assert results["MIE Laplace T_opt sigma_opt"]["evaluation"]["top1"] > 0.95
 
 
+@pytest.mark.slow
 def test_the_demo_in_the_readme_is_what_the_demo_prints() -> None:
     """Every row of numbers that the README shows, from the library."""
     table = ew.ablation(ew.Trace.load(ew.zoo.path("trace.safetensors")))
@@ -158,6 +161,7 @@ def test_the_targets_of_attaching_were_met_in_the_committed_runs() -> None:
     assert all(each["median ratio"] > 10 for each in heads if each["net"] != "MSDNet-small")  # its own are convolutions
 
 
+@pytest.mark.slow
 def test_the_commands_that_deploy_a_net_in_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:
@@ -239,6 +243,7 @@ def test_the_claims_on_budgets_are_those_of_the_committed_results() -> None:
         assert results["policies"]["methods"][method]["auto"]["worse"] == 0
 
 
+@pytest.mark.slow
 def test_python_on_the_page_on_budgets_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +258,7 @@ def test_python_on_the_page_on_budgets_runs(
     assert names["policy"].guarantee.budget == 2.0e7
 
 
+@pytest.mark.slow
 def test_the_commands_on_budgets_in_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:
@@ -268,6 +274,7 @@ def test_the_commands_on_budgets_in_the_readme(
     assert "vs public" in done.out
 
 
+@pytest.mark.slow
 def test_the_commands_that_show_a_run_in_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:

@@ -701,6 +701,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "net.safetensors"
 
 
+@pytest.mark.slow
 def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_path: Path, exitwise: Command) -> None:
     run = tmp_path / "run"
     options = ("--data", "digits", "--freeze-backbone", "--distill", 0.5, "--epochs", 4, "--lr", 0.02, "--seed", 3)
@@ -801,6 +802,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} <= {"heads_net.py", "__pycache__"}
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("heads.py", tmp_path)["measured"]
     assert [row["net"] for row in found] == ["ResNet20", "MSDNet-small", "MSDNet-small, pooled heads"]

@@ -474,6 +474,7 @@ class TestRuntime:
 
     @pytest.mark.parametrize("score", ["confidence", "variance"])
     @pytest.mark.parametrize("name", [ONE, ENSEMBLED])
+    @pytest.mark.slow
     def test_a_bundle(self, tmp_path: Path, name: str, score: str) -> None:
         for package in ("onnx", "onnxscript", "onnxruntime"):
             pytest.importorskip(package)
@@ -534,6 +535,7 @@ class TestCommands:
         rows = exitwise("policies", run, *options).json["rows"]
         assert {row["method"] for row in rows} == {ONE}
 
+    @pytest.mark.slow
     def test_ablate_adds_rows_below_the_twelve(self, run: Path, exitwise: Command) -> None:
         also = ("--also", "mc dropout", "--also", "MIE mc dropout 0.2", "--also", "mie t_opt")
         done = exitwise("ablate", run, "--samples", "8", *also)
@@ -552,6 +554,7 @@ class TestCommands:
         assert not (run / "calibrations").exists()
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("dropout.py", tmp_path)
     computed = found["computed, added % up to each exit"]
@@ -569,6 +572,7 @@ def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout 0.1 T_opt"])
+@pytest.mark.slow
 def test_the_documentations_table_says_what_comes_out(name: str) -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "how.md").read_text(encoding="utf-8")
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))

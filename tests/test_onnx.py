@@ -119,6 +119,7 @@ def images_of(clf: ew.Classifier, n: int) -> Tensor:
 
 class TestAsTorch:
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.slow_after_first
     def test_the_same_answers_at_every_size_of_batch(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
         session = Session(path, threads=1)
@@ -199,6 +200,7 @@ class TestAsTorch:
                 assert all(np.abs(said.probs - its.probs).max() < 1e-6 for said in found)
 
 
+@pytest.mark.slow
 def test_a_stage_that_hands_its_input_on_leaves_the_images_alone(tmp_path: Path) -> None:
     """Survivors are moved within arrays that must not be the caller's."""
     torch.manual_seed(0)
@@ -624,6 +626,7 @@ print(json.dumps({**said.to_dict(), "streamed": streamed, "repr": repr(said)}))
 """
 
 
+@pytest.mark.slow
 def test_a_bundle_runs_where_torch_is_not_installed(bundle: Bundle, tmp_path: Path) -> None:
     """In an environment of its own: the package alone, NumPy and onnxruntime."""
     clf, path = bundle("MSDNet")

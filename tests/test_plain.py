@@ -13,6 +13,8 @@ from exitwise import data
 from exitwise.data.fashion import DEBIAN
 from exitwise.methods import OURS
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 EXITS = 4
 

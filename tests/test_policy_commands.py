@@ -330,6 +330,7 @@ class TestDeployed:
         exits = clf(images_in(noise)).exits.tolist()
         assert sum(int(row["exit"]) != exit for row, exit in zip(rows, exits, strict=True)) <= 2
 
+    @pytest.mark.slow
     def test_export_takes_the_certified_policy_along(
         self, run: Path, noise: Path, tmp_path: Path, exitwise: Command
     ) -> None:

@@ -238,6 +238,7 @@ class TestFaults:
         assert sum(a[:3] + a[4:] != b[:3] + b[4:] for a, b in zip(mine, theirs, strict=True)) <= 2
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.slow
     def test_interrupted_and_resumed_no_row_is_lost_and_none_is_twice(
         self, number: signal.Signals, run: Path, names: bytes, whole: bytes, tmp_path: Path
     ) -> None:
@@ -280,6 +281,7 @@ class TestFaults:
         assert interrupted == 2
         self.same(out.read_bytes(), whole)
 
+    @pytest.mark.slow
     def test_a_full_disk(self, run: Path, names: bytes, whole: bytes, tmp_path: Path) -> None:
         """A limit on the size of files stands for it: the same error, from the same call."""
         out = tmp_path / "p.csv"
@@ -301,6 +303,7 @@ class TestFaults:
         subprocess.run(order(run, out, "--resume"), input=names, env=ENVIRONMENT, check=True, capture_output=True)
         self.same(out.read_bytes(), whole)
 
+    @pytest.mark.slow
     def test_a_reader_that_goes_away(self, run: Path, names: bytes) -> None:
         process = subprocess.Popen(
             command("predict", run, "-", "--budget", "50%", "--batch-size", 4),
@@ -321,6 +324,7 @@ class TestFaults:
         assert "Traceback" not in process.stderr.read().decode()
         process.stderr.close()
 
+    @pytest.mark.slow
     def test_stdout_on_a_full_disk(self, run: Path, names: bytes) -> None:
         if not Path("/dev/full").exists():
             pytest.skip("needs /dev/full")
@@ -361,6 +365,7 @@ class TestRefused:
         assert problem in done.err
         assert len(done.err.splitlines()) <= 2
 
+    @pytest.mark.slow
     def test_a_file_that_exists(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
         out = tmp_path / "p.csv"
         exitwise("predict", run, folder / "00.png", folder / "02.png", "--budget", "50%", "--out", out)

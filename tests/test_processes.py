@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,41 +28,53 @@ def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Co
     return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
 
 
+HOW: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "one": (("--accumulate", "2"), ()),
+    "two": (("--devices", "2"), ()),
+    "torchrun": ((), ("torch.distributed.run", "--nproc-per-node", "2")),
+}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training by one process in two halves, by two processes of ours, and by torchrun's."""
-    place = tmp_path_factory.mktemp("runs")
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2")
-    for done in (
-        command("train", *DIGITS, "--out", place / "one", "--accumulate", "2"),
-        command("train", *DIGITS, "--out", place / "two", "--devices", "2"),
-        command("train", *DIGITS, "--out", place / "torchrun", launcher=torchrun),
-    ):
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same training by one process in two halves, by two processes of ours, or by torchrun's; each made once."""
+
+    @cache
+    def train(name: str) -> Path:
+        options, launcher = HOW[name]
+        place = tmp_path_factory.mktemp("runs") / name
+        done = command("train", *DIGITS, "--out", place, *options, launcher=launcher)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("Trained for 2 epochs") == 1  # one process speaks
-    return place
+        return place
+
+    return train
 
 
 @pytest.mark.parametrize("launched", ["two", "torchrun"])
-def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(runs: Path, launched: str) -> None:
-    one, two = (load_file(Snapshots(runs / name / "checkpoints").files()[0]) for name in ("one", launched))
+@pytest.mark.slow_after_first
+def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
+    trained: Callable[[str], Path], launched: str
+) -> None:
+    one, two = (load_file(Snapshots(trained(name) / "checkpoints").files()[0]) for name in ("one", launched))
     assert one.keys() == two.keys()
     for key, value in one.items():
         if "running_" in key or "num_batches" in key:
             continue  # statistics of BatchNorm are per process: the first one's are kept
         torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-6)
     losses = [
-        [row.train_loss for row in History.load(runs / name / "history.csv").epochs] for name in ("one", launched)
+        [row.train_loss for row in History.load(trained(name) / "history.csv").epochs] for name in ("one", launched)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_two_processes_collect_the_trace_of_one(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_collect_the_trace_of_one(trained: Callable[[str], Path], tmp_path: Path) -> None:
     traces = []
     for options in ((), TWO):
-        done = command("collect", runs / "one", "--batch-size", "32", "--force", *options)
+        done = command("collect", trained("one"), "--batch-size", "32", "--force", *options)
         assert done.returncode == 0, done.stderr
-        traces.append(ew.Trace.load(runs / "one" / "trace.safetensors"))
+        traces.append(ew.Trace.load(trained("one") / "trace.safetensors"))
     one, two = traces
     for name in ("val", "test"):
         mine, theirs = getattr(one, name), getattr(two, name)
@@ -74,28 +88,31 @@ def test_two_processes_collect_the_trace_of_one(runs: Path, tmp_path: Path) -> N
     assert one.costs == two.costs
 
 
-def test_all_processes_validate_the_net_that_is_kept(runs: Path) -> None:
+@pytest.mark.slow
+def test_all_processes_validate_the_net_that_is_kept(trained: Callable[[str], Path]) -> None:
     """Every process has statistics of its own while it trains; what is measured must be the first one's, whole."""
-    done = command("collect", runs / "two", "--force")
+    done = command("collect", trained("two"), "--force")
     assert done.returncode == 0, done.stderr
-    trace = ew.Trace.load(runs / "two" / "trace.safetensors")
+    trace = ew.Trace.load(trained("two") / "trace.safetensors")
     top1 = [
         float((head.logits(x).argmax(1) == trace.val.labels).double().mean())
         for head, x in zip(trace.heads, trace.val.features, strict=True)
     ]
-    assert History.load(runs / "two" / "history.csv").best.val_top1 == pytest.approx(top1, abs=1e-5)
+    assert History.load(trained("two") / "history.csv").best.val_top1 == pytest.approx(top1, abs=1e-5)
 
 
-def test_one_process_goes_on_with_the_training_of_two(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_process_goes_on_with_the_training_of_two(trained: Callable[[str], Path], tmp_path: Path) -> None:
     place = tmp_path / "run"
-    shutil.copytree(runs / "two", place)
+    shutil.copytree(trained("two"), place)
     Snapshots(place / "checkpoints").files()[0].unlink()  # before the last validation
     done = command("train", place, "--resume", "--accelerator", "cpu")
     assert done.returncode == 0, done.stderr
-    one, two = (load_file(Snapshots(run / "checkpoints").files()[0]) for run in (place, runs / "two"))
+    one, two = (load_file(Snapshots(run / "checkpoints").files()[0]) for run in (place, trained("two")))
     assert all(torch.equal(one[key], two[key]) for key in two)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "mine" / name).mkdir(parents=True)
@@ -110,6 +127,7 @@ def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> 
     assert len(done.stderr.strip().splitlines()) <= 2
 
 
+@pytest.mark.slow
 def test_more_processes_than_a_batch_has_parts_is_refused_by_one_line(tmp_path: Path) -> None:
     done = command("train", *DIGITS, "--devices", "2", "--batch-size", "51", "--out", tmp_path / "run")
     assert done.returncode == 2

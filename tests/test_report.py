@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -213,6 +212,7 @@ class TestEveryBudget:
         self.check(small, small.data["explorers"][1], MS, side, [0, 7, 20, 33, 41])
 
     @pytest.mark.parametrize("side", ["vanilla", "ours"])
+    @pytest.mark.slow
     def test_and_for_the_shipped_net_which_the_report_calibrates(self, shipped: Made, side: str) -> None:
         slider = shipped.data["explorers"][0]
         self.check(shipped, slider, shipped.trace.costs, side, [3, slider["chosen"], 38])
@@ -295,6 +295,7 @@ class TestWhichBudget:
 
 
 class TestSamples:
+    @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_who_leaves_where_and_how_sure(self, name: str, request: pytest.FixtureRequest) -> None:
         made: Made = request.getfixturevalue(name)
@@ -357,6 +358,7 @@ class TestSamples:
             assert found["metrics"] == result.per_exit[k].to_dict()
             assert sum(found["reliability"]["count"]) == 600
 
+    @pytest.mark.slow
     def test_the_galleries_hold_the_plainest_of_their_kind(self, shipped: Made) -> None:
         points = shipped.data["points"]
         positions = points["index"]  # of the whole test set, which is in its own order
@@ -376,6 +378,7 @@ class TestSamples:
             assert which[shown].all()
             np.testing.assert_allclose(plainness[shown], plainness[best], atol=1e-5)
 
+    @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_points_say_what_every_exit_says(self, name: str, request: pytest.FixtureRequest) -> None:
         made: Made = request.getfixturevalue(name)
@@ -414,6 +417,7 @@ class TestSamples:
 
 
 class TestIntervals:
+    @pytest.mark.slow
     def test_are_those_of_means_and_of_differences_of_pairs(self, shipped: Made) -> None:
         """The normal approximation, which 10,000 samples are enough for; a bound from 1,000 draws is off by 0.1 sd."""
         steps, labels = shipped.data["explorers"][0]["steps"], np.array(shipped.labels)
@@ -433,6 +437,7 @@ class TestIntervals:
             for name in values["ours"]:
                 self.check(step["change"][name], values["ours"][name] - values["vanilla"][name])
 
+    @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_hold_what_was_found(self, name: str, request: pytest.FixtureRequest) -> None:
         made: Made = request.getfixturevalue(name)
@@ -497,12 +502,12 @@ class TestPictures:
         expected = colours[small.data["points"]["index"]].astype(int)
         assert np.abs(found - expected[:, None, None]).max() <= 4
 
-    def test_of_the_real_data_set(self, shipped: Made, shared: Path, tmp_path: Path) -> None:
-        subprocess.run([sys.executable, shared / "data" / "cifar100" / "restore.py", tmp_path], check=True)
+    @pytest.mark.slow
+    def test_of_the_real_data_set(self, shipped: Made, cifar100: Path) -> None:
         positions = torch.tensor(shipped.data["points"]["index"])
-        sheet = pictures.sheet(Run(shipped.place), tmp_path, of_test(shipped.trace), positions)
+        sheet = pictures.sheet(Run(shipped.place), cifar100, of_test(shipped.trace), positions)
         assert len(sheet.content) < 3_500_000
-        pixels = data.load("cifar100", tmp_path)[1].pixels[positions].permute(0, 2, 3, 1).numpy().astype(int)
+        pixels = data.load("cifar100", cifar100)[1].pixels[positions].permute(0, 2, 3, 1).numpy().astype(int)
         found = tiles(sheet.content, sheet.shape, 2000).astype(int)
         assert np.abs(found - pixels).mean(axis=(1, 2, 3)).max() < 16  # every one, however busy
         assert np.abs(found - pixels).mean() < 5
@@ -632,12 +637,14 @@ class TestPage:
         assert len(seen.sheet[1]) > 10_000
         assert not seen.refreshes
 
+    @pytest.mark.slow
     def test_it_says_how_to_make_it_again(
         self, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
     ) -> None:
         """Every command in turn, in an empty folder, makes the same report."""
         self.made_again(digits, tmp_path, monkeypatch, exitwise)
 
+    @pytest.mark.slow
     def test_it_says_how_to_make_heads_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
     ) -> None:
@@ -887,6 +894,7 @@ class TestTables:
                 ([result.cost, result.nlpd] for result in results), key=lambda point: point[0]
             )
 
+    @pytest.mark.slow
     def test_published_are_those_of_the_net(self, shipped: Made, small: Made) -> None:
         assert zoo.place("cifar100-small") == ("CIFAR-100", "small")
         assert zoo.place("caltech256-large") == ("Caltech-256", "large")
@@ -906,6 +914,7 @@ class TestTables:
                     moved = float(row[name]) - float(own[0][name])
                     assert mine["published_change"][name] * factor == pytest.approx(moved, abs=1e-9)
 
+    @pytest.mark.slow
     def test_published_curves_are_of_the_nets_data_set(self, shipped: Made, small: Made) -> None:
         curves = shipped.data["published"]
         assert small.data["published"] == []
@@ -925,6 +934,7 @@ class TestTables:
         assert own == sorted(own, reverse=True)
         assert {*own} == {True, False}
 
+    @pytest.mark.slow
     def test_what_laplace_costs(self, shipped: Made) -> None:
         ours, *paper = shipped.data["laplace_costs"]
         rows = cost_table(models.msdnet("cifar100-small"), (3, 32, 32))

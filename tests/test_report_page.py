@@ -1,8 +1,6 @@
 """The report as people meet it: in Chromium, with the network off. Screenshots are left in build/screenshots."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -111,14 +109,10 @@ def written(report: Report, file: Path) -> Written:
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Written:
+def zoo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Written:
     """The shipped net, as after the demo; with its real pictures where they are at hand."""
     place = tmp_path_factory.mktemp("zoo")
-    root = None
-    if SHARED.is_dir():
-        root = place / "data"
-        root.mkdir()
-        subprocess.run([sys.executable, SHARED / "data" / "cifar100" / "restore.py", root], check=True)
+    root = request.getfixturevalue("cifar100") if SHARED.is_dir() else None
     return written(build(Run(zoo_run(place / "run")), Order(root=root)), place / "run" / "report.html")
 
 
@@ -147,6 +141,7 @@ def shown_percent(value: float) -> str:
     return f"{100 * value:.2f}"
 
 
+@pytest.mark.slow
 class TestBudget:
     def test_what_the_slider_shows_is_what_the_library_evaluates(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
@@ -229,6 +224,7 @@ class TestBudget:
         assert seen.page.locator("#budgets .figure").first.locator("path.line").count() == 3
 
 
+@pytest.mark.slow
 class TestPoints:
     def test_a_click_shows_the_sample_and_its_picture(self, digits: Path, tab: Open) -> None:
         seen = tab(digits)
@@ -290,6 +286,7 @@ class TestPoints:
         assert f"{100 * share:.2f} % of samples" in seen.page.locator("#uncertainty").inner_text()
 
 
+@pytest.mark.slow
 class TestExamples:
     def test_saved_and_lost_follow_the_budget(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
@@ -311,6 +308,7 @@ class TestExamples:
         assert "entropy 0." in seen.page.locator("#tiles-easy").inner_text()
 
 
+@pytest.mark.slow
 class TestCalibration:
     def test_diagrams_are_of_the_exits_taken_or_of_one(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
@@ -324,6 +322,7 @@ class TestCalibration:
         assert words.inner_text().startswith(f"ECE {metrics['ece']:.3f}; AUROC")
 
 
+@pytest.mark.slow
 class TestTables:
     def test_a_click_sorts(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
@@ -362,6 +361,7 @@ class TestTables:
         assert seen.page.evaluate("window.copied") == zoo.data["tables"][0][kind]
 
 
+@pytest.mark.slow
 class TestLook:
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -443,6 +443,7 @@ class TestStrangeNames:
             assert seen.page.locator("#detail h3").inner_text() == name
 
 
+@pytest.mark.slow
 class TestLive:
     def epochs(self, number: int) -> History:
         return History(

@@ -86,6 +86,7 @@ def check_files(files: list[Path], figures: list[str], tables: tuple[str, ...] =
             assert b"/Type3" not in content
 
 
+@pytest.mark.slow
 def test_everything_that_a_report_has_is_written(small: Report, tmp_path: Path) -> None:
     data = {
         **small.data,
@@ -108,6 +109,7 @@ def test_one_exit_beside_nothing_else(tmp_path: Path) -> None:
     check_files(write(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
 
 
+@pytest.mark.slow
 def test_eight_exits_against_runs_with_strange_names(tmp_path: Path) -> None:
     other = tmp_path / "_$x_{run}"
     reported(other, 1)

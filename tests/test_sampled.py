@@ -104,6 +104,7 @@ def test_results_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_samples_times_draws_times_classes() -> None:
     """n S c would be 1.6 GB here; half of that is refused as well."""
     script = """

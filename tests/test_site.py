@@ -85,6 +85,7 @@ RUN = [page for page in PAGES if page not in ELSEWHERE and any(block.reason is N
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
+@pytest.mark.slow
 def test_python_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -117,6 +118,7 @@ def test_printed_text_is_compared() -> None:
         run(bad, names)
 
 
+@pytest.mark.slow
 def test_figures_in_the_guide_to_the_report_are_those_of_the_demo() -> None:
     """What the page says of the demo at half of its cost, from the library."""
     page = " ".join((DOCS / "guides" / "report.md").read_text(encoding="utf-8").split())
@@ -314,6 +316,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_asks_nothing_of_any_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert {page.relative_to(site).with_suffix(".md").as_posix() for page in pages} >= {
@@ -327,6 +330,7 @@ def test_the_site_builds_and_asks_nothing_of_any_network(site: Path) -> None:
         assert 'class="arithmatex"' not in html, f"{page.name} has an equation that did not become MathML"
 
 
+@pytest.mark.slow
 def test_the_sites_own_links_lead_somewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
@@ -335,6 +339,7 @@ def test_the_sites_own_links_lead_somewhere(site: Path) -> None:
                 assert (page.parent / url.split("#")[0].split("?")[0]).exists(), f"{page.name} links to {url}"
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_name_with_its_signature_and_members(site: Path) -> None:
     html = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
     for name in [
@@ -350,6 +355,7 @@ def test_the_reference_has_every_name_with_its_signature_and_members(site: Path)
     assert all(f"<code>ew.{name}</code>" in index for name in ew.__all__)
 
 
+@pytest.mark.slow
 def test_the_site_opened_as_a_file_shows_equations_and_finds_words_with_the_network_off(site: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from exitwise import data
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CLASSES = {0: "cat", 1: "dog", 2: "owl"}
 

@@ -615,6 +615,7 @@ class TestController:
         )
 
 
+@pytest.mark.slow
 def test_a_session_is_steered_as_a_classifier_is(tmp_path: Path) -> None:
     """By a bundle, on numbers that nothing was fitted on."""
     for package in ("onnx", "onnxscript", "onnxruntime"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Command, contents
+from conftest import SEED, Command, contents
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -259,7 +259,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp
     """SIGKILL, a real process, a checkpoint after every batch so that most kills fall into an epoch or into a write."""
     place, moments = tmp_path / "run", random.Random(seed)
     arguments: list[object] = [*DIGITS, "--out", place, "--checkpoint-minutes", 0]
-    for _ in range(3):
+    for _ in range(3 if SEED else 1):
         touches = moments.randrange(20, 120)  # of about 370 in all
         command = [sys.executable, "-c", KILLED, str(touches), place.name, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
@@ -273,6 +273,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(
     whole: Path, tmp_path: Path, exitwise: Command, number: signal.Signals, status: int
 ) -> None:
@@ -322,6 +323,7 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
 
 @pytest.mark.skipif(not worth_compiling(10**6), reason="needs a C++ compiler, which torch.compile calls")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.slow
 def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Path) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
@@ -359,6 +361,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert_same_training(run, whole)
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, exitwise: Command) -> None:
     place = tmp_path / "run"
     with started("train", "--data", "digits", "--epochs", 200, "--out", place) as process:
@@ -478,6 +481,7 @@ def test_the_options_that_a_run_was_made_with_may_be_repeated(tmp_path: Path, ex
     assert exitwise("train", tmp_path / "run", "--resume", *options).status == 0
 
 
+@pytest.mark.slow
 def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command) -> None:
     """BatchNorm sees the parts, so a run that goes on must keep them, whether it is told to or not."""
     finished, cut = tmp_path / "whole", tmp_path / "cut"
@@ -531,6 +535,7 @@ def test_resuming_what_is_done_changes_nothing(run: Path, exitwise: Command) -> 
     assert {name: size for name, (size, _) in contents(run).items() if "png" not in name} == before
 
 
+@pytest.mark.slow
 def test_half_precision_goes_on_as_such(tmp_path: Path, exitwise: Command) -> None:
     finished, cut = tmp_path / "whole", tmp_path / "cut"
     options = [*DIGITS, "--precision", "bf16-mixed", "--checkpoint-minutes", 0, "--out"]

@@ -8,12 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import contents
+from conftest import contents, once
 
 import exitwise as ew
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 OFFLINE = """
 import socket
@@ -36,35 +36,41 @@ def required(*words: object, cwd: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="session")
-def wheel() -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout: the one that `make wheel` built, or one of our own."""
-    folder = Path(os.environ.get("EXITWISE_WHEELS", ROOT / "build" / "wheel"))
-    if "EXITWISE_WHEELS" not in os.environ:
-        required(
-            *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
-        )
+
+    def build(place: Path) -> None:
+        options = ("--no-deps", "--no-build-isolation", "--wheel-dir", place)
+        required(sys.executable, "-m", "pip", "wheel", *options, ROOT)
+
+    built = os.environ.get("EXITWISE_WHEELS")
+    folder = ROOT / built if built else once(tmp_path_factory, "wheel", build)
     return max(folder.glob("exitwise-*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 @pytest.fixture(scope="session")
 def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with nothing but the wheel and what it asks for, in a folder with a difficult name."""
-    place = tmp_path_factory.mktemp("wheel") / "an empty plÄce"
-    required(sys.executable, "-m", "venv", place)
-    python = place / "bin" / "python"
-    required(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
-    [packages] = place.glob("lib/python*/site-packages")
-    (packages / "sitecustomize.py").write_text(OFFLINE)
-    return place
+
+    def install(place: Path) -> None:
+        python = place / "bin" / "python"
+        required(sys.executable, "-m", "venv", place)
+        required(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+        [packages] = place.glob("lib/python*/site-packages")
+        (packages / "sitecustomize.py").write_text(OFFLINE)
+
+    return once(tmp_path_factory, "an empty plÄce", install)
 
 
 @pytest.fixture(scope="session")
-def demo(base: Path) -> Path:
+def demo(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's run, made there."""
-    place = base.parent / "demo run"
-    out = required(base / "bin" / "exitwise", "demo", "--out", place, cwd=base.parent)
-    assert "MIE Laplace T_opt sigma_opt" in out
-    return place
+
+    def make(place: Path) -> None:
+        out = required(base / "bin" / "exitwise", "demo", "--out", place / "run", cwd=place)
+        assert "MIE Laplace T_opt sigma_opt" in out
+
+    return once(tmp_path_factory, "a demo", make) / "run"
 
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -99,9 +105,9 @@ WORKS = (
     ["evaluate", "RUN", "--budget", "50%"],
     ["evaluate", "RUN", "--budget", "50%", "--certify", "0.05"],
     ["ablate", "RUN"],
-    ["policies", "RUN", "--budgets", "2"],
+    ["policies", "RUN", "--budget", "50%", "--repeats", "20"],
     ["report", "RUN"],
-    ["bench", "RUN", "--seconds", "0.2", "--backend", "torch"],
+    ["bench", "RUN", "--backend", "torch", "--batch-size", "1", "--repeats", "1"],
 )
 NEEDS = (
     (["train", "--data", "digits", "--out", "new"], "train"),

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from exitwise.controller import BudgetController
-from exitwise.data.folders import SUFFIXES, picture
+from exitwise.data.folders import SUFFIXES, picture, require_pillow
 from exitwise.errors import InputError
 from exitwise.predictions import Array
 from exitwise.preprocessing import Preprocessing
@@ -38,6 +38,7 @@ class Listing:
 
 def listing(arguments: Sequence[str]) -> Listing:
     """Files as they are given, the pictures in folders, and for - the lines of stdin."""
+    require_pillow()
     if "-" in arguments:
         if len(arguments) > 1:
             raise InputError("- reads the list of pictures from stdin: it cannot stand beside other names")

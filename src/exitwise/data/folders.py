@@ -80,8 +80,17 @@ class FileSet:
         return self[torch.tensor(fine)]
 
 
+def require_pillow(extra: str = "train") -> None:
+    """Raise an `InputError` that names the extra to install, unless Pillow can be imported."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise InputError(f"image files need Pillow: pip install 'exitwise[{extra}]'") from None
+
+
 def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileSet:
     """The picture files of ROOT's class folders; files of other kinds are skipped and counted."""
+    require_pillow()
     if not root.is_dir():
         raise InputError(f"{root} must be a folder with a folder per class, but is not a folder")
     names = tuple(sorted(entry.name for entry in scandir(root) if entry.is_dir() and not entry.name.startswith(".")))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exitwise import data
 from exitwise.commands import pictures
+from exitwise.data.folders import require_pillow
 from exitwise.errors import InputError
 from exitwise.run import Run
 from exitwise.trace import Split
@@ -50,10 +51,7 @@ class Sheet:
 
 def sheet(run: Run, root: Path | None, test: Split, points: Tensor) -> Sheet:
     """The pictures of some test samples, from the run's own data set; refuses one that is another."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise InputError("pictures need Pillow: pip install 'exitwise[report]'") from None
+    require_pillow("report")
     if test.index is None:
         raise InputError("the trace does not say where its samples lie in the data set")
     try:
