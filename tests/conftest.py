@@ -128,6 +128,18 @@ def cifar100(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that a process of its own trained on the digits for three epochs: for reading, copy it to change it."""
+
+    def train(place: Path) -> None:
+        words = [sys.executable, "-m", "exitwise", "train", "--data", "digits", "--epochs", "3", "--out", place / "run"]
+        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+
+    return once(tmp_path_factory, "digits", train) / "run"
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """Material beside the checkout that the repository does not hold: real pictures."""
     if not SHARED.is_dir():

@@ -313,6 +313,7 @@ def attached(name: str) -> tuple[nn.Module, ew.MultiExitNet, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "vit_inside"])
+@pytest.mark.slow_after_first
 def test_the_last_exit_says_what_the_module_says(name: str) -> None:
     module, net, inputs = attached(name)
     with torch.no_grad():

@@ -46,6 +46,7 @@ def test_the_presets_are_the_tables_rows() -> None:
 
 
 @pytest.mark.parametrize("preset", ROWS)
+@pytest.mark.slow_after_first
 def test_counts_are_the_tables(preset: str) -> None:
     """Three digits, rounded; none of the 76 numbers is truncated."""
     row, net = ROWS[preset], on_meta(preset)
@@ -64,6 +65,7 @@ def test_macs_are_the_figures_to_the_last_digit(dataset: str, family: str) -> No
 
 
 @pytest.mark.parametrize("preset", models.DENSENETS)
+@pytest.mark.slow_after_first
 def test_what_densenets_count_leaves_out_is_little(preset: str) -> None:
     """The last ReLU and pooling, as the docstring says; with modules for them, they would be counted."""
     net, shape = on_meta(preset), models.config(preset).input_shape
@@ -293,6 +295,7 @@ def test_overrides(
 
 
 @pytest.mark.parametrize("preset", models.list())
+@pytest.mark.slow_after_first
 def test_every_preset_is_built_by_its_name_and_has_the_exits_it_says(preset: str) -> None:
     net = on_meta(preset)
     assert net.spec == {"preset": preset}

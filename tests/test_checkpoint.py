@@ -330,6 +330,7 @@ def every_length(whole: int) -> list[int]:
         ),
     ],
 )
+@pytest.mark.slow_after_first
 def test_a_truncated_file_is_refused(
     file: str, write: Callable[[State, Path], None], lengths: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
@@ -436,6 +437,7 @@ def test_the_trained_checkpoint_has_the_public_names_and_loads(golden: Path) -> 
 
 
 @pytest.mark.parametrize(("split", "file"), [("val", "train.bin"), ("test", "test.bin")])
+@pytest.mark.slow_after_first
 def test_features_of_real_pictures_are_those_of_the_public_code(
     split: str, file: str, golden: Path, cifar100: Path
 ) -> None:

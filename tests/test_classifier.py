@@ -167,6 +167,7 @@ def norms(net: nn.Module) -> int:
 
 class TestAsSimulated:
     @pytest.mark.parametrize("method", [*ew.METHODS, *PRODUCTS, *DROPOUTS])
+    @pytest.mark.slow_after_first
     def test_every_method_at_every_size_of_batch(self, method: str) -> None:
         net, calibration = tiny()[0], calibrated(method)
         preds = simulated(net, calibration, some_images(257))
@@ -532,6 +533,7 @@ class TestRefused:
     @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 64), (1, 8, 8), (8,), (2, 1, 8, 8, 1)])
     @pytest.mark.parametrize("optimized", [False, True])
     @pytest.mark.parametrize("warm", [False, True])
+    @pytest.mark.slow_after_first
     def test_images_of_a_wrong_shape(self, shape: tuple[int, ...], optimized: bool, warm: bool) -> None:
         clf = classifier(costs=None).optimize() if optimized else classifier(costs=None)
         if warm:  # costs are counted on the first call, which refuses some shapes of itself
@@ -789,6 +791,7 @@ WRONG: tuple[Any, ...] = (None, True, -1, 10**30, 0.5, float("nan"), "text", [],
 class TestFiles:
     @pytest.mark.parametrize("optimized", [False, True])
     @pytest.mark.parametrize("method", [VANILLA, OURS])
+    @pytest.mark.slow_after_first
     def test_a_round_trip_changes_no_bit(self, tmp_path: Path, method: str, optimized: bool) -> None:
         clf = classifier(method, classes=[f"class {i}" for i in range(10)], preprocessing=BYTES, costs=None)
         clf, images = clf.optimize() if optimized else clf, some_images(65)
@@ -856,6 +859,7 @@ class TestFiles:
             refused(lambda: ew.Classifier.load(later), str(later), f"version {version!r}")
 
     @pytest.mark.parametrize("entry", ["model", "calibration", "policy", "costs", "classes", "preprocessing"])
+    @pytest.mark.slow_after_first
     def test_a_header_with_broken_values_is_refused_or_harmless(self, tmp_path: Path, entry: str) -> None:
         """Whatever is put in the place of any value: an error of ours, or a classifier that works."""
         path, broken = tmp_path / "clf.safetensors", tmp_path / "broken.safetensors"
@@ -924,6 +928,7 @@ def own_convolutions() -> ew.MultiExitNet:
 class TestThreads:
     @pytest.mark.parametrize("training", [False, True])
     @pytest.mark.parametrize("optimized", [False, True])
+    @pytest.mark.slow_after_first
     def test_eight_share_a_classifier(self, training: bool, optimized: bool) -> None:
         clf, images = own_classifier(dropout_net().eval(), (6,))
         clf = clf.optimize() if optimized else clf

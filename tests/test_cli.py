@@ -354,6 +354,7 @@ def test_odd_run_files_are_refused(run: Path, exitwise: Command, about: str, mes
         assert message in done.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(run: Path) -> None:
     """No file may grow beyond 100 kB: writing the calibration fails half-way."""
     script = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m exitwise calibrate {run} --method 'Laplace'"
@@ -372,6 +373,7 @@ def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_characters_is_no_crash() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     command = [sys.executable, "-m", "exitwise", "cost", "tiny-8"]
@@ -396,6 +398,7 @@ def test_help_does_not_wait_for_torch() -> None:
         assert command in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     script = f"{sys.executable} -m exitwise models | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)

@@ -172,6 +172,7 @@ class TestRows:
         ]
         assert (table.unit, table.full_cost, table.repeats, table.certify) == ("MACs", full, 50, 0.05)
 
+    @pytest.mark.slow
     def test_each_is_the_library_at_that_budget(self, table: PolicyTable, trace: ew.Trace) -> None:
         assert trace.test is not None
         for row in table:

@@ -97,6 +97,7 @@ class TestHolds:
     @pytest.mark.parametrize("tell", [True, False])
     @pytest.mark.parametrize("batch", [4, 64, 500])
     @pytest.mark.parametrize("difficulty", [-1.5, -0.5, 0.5, 1.5, 3.0])
+    @pytest.mark.slow_after_first
     def test_the_mean_returns_to_the_budget(self, difficulty: float, batch: int, tell: bool) -> None:
         """Traffic that costs from half as much to twice as much as that which thresholds were fitted on."""
         policy = fitted()

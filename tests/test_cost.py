@@ -55,6 +55,7 @@ def one_exit(stage: nn.Module, features: int) -> ew.MultiExitNet:
 
 
 @pytest.mark.parametrize("row", zoo.published("msdnet_architectures"), ids=lambda row: "-".join(list(row.values())[:3]))
+@pytest.mark.slow_after_first
 def test_published_architectures_to_the_printed_digits(row: dict[str, str]) -> None:
     macs, parameters = (values[int(row["block"]) - 1] for values in counts(row["dataset"], row["size"]))
     printed = float(row["mflops_cumulative"])
@@ -87,6 +88,7 @@ def test_cost_figure_exactly_as_published(dataset: str, size: str, kind: str) ->
 @pytest.mark.parametrize(
     ("dataset", "least", "most"), [("CIFAR-100", 3, 9), ("ImageNet", 4, 10), ("Caltech-256", 1, 3)]
 )
+@pytest.mark.slow_after_first
 def test_mc_dropout_adds_the_percentages_of_the_paper(dataset: str, least: int, most: int) -> None:
     percent = [
         100 * k * cost.mc_dropout_macs(p, DATA[dataset][1]) / vanilla
@@ -98,6 +100,7 @@ def test_mc_dropout_adds_the_percentages_of_the_paper(dataset: str, least: int, 
 
 @pytest.mark.parametrize("samples", [50, 7])
 @pytest.mark.parametrize("preset", ["tiny-16", "cifar100-small", "imagenet-small"])
+@pytest.mark.slow_after_first
 def test_cost_table_pays_at_every_exit_on_the_way(preset: str, samples: int) -> None:
     with torch.device("meta"):
         net = models.msdnet(preset)

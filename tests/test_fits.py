@@ -52,6 +52,7 @@ class TestGap:
         assert fit.portfolio == {}
         assert ew.fit_policy(random_probs(0, 3, 6, 4), None, [1, 2, 3], budget=2).fit.gap is not None  # type: ignore[union-attr]
 
+    @pytest.mark.slow
     def test_tells_of_what_is_too_good_to_be_true(self) -> None:
         """Small samples of exits that guess: on any others one answer in four is right, whatever the thresholds.
 
@@ -80,6 +81,7 @@ class TestManyBudgets:
     @pytest.mark.parametrize(
         ("score", "objective"), [*((score, "accuracy") for score in SCORES), ("confidence", "nlpd")]
     )
+    @pytest.mark.slow_after_first
     def test_each_is_what_it_is_alone_in_any_order(self, score: str, objective: str) -> None:
         preds = with_draws(0, 4, 40)
         labels = np.random.default_rng(0).integers(0, 4, 40)

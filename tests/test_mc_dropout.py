@@ -519,6 +519,7 @@ class TestCommands:
     def run(self, tmp_path: Path) -> Path:
         return zoo_run(tmp_path / "run")
 
+    @pytest.mark.slow
     def test_calibrate_evaluate_and_policies(self, run: Path, exitwise: Command) -> None:
         found = exitwise("calibrate", run, "--method", "mc dropout t_opt", "--samples", "3", "--json").json
         saved = Calibration.load(run / "calibrations" / "mc-dropout-t_opt.safetensors")

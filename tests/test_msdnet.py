@@ -53,6 +53,7 @@ def test_blocks_heads_and_classes_are_the_papers(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", [preset for preset in SHAPES if not preset.startswith("caltech256")])
+@pytest.mark.slow_after_first
 def test_scales_drop_and_widths_halve_where_the_specification_says(preset: str) -> None:
     net = on_meta(preset)
     _, transitions, _ = SHAPES[preset]
@@ -204,6 +205,7 @@ def test_a_name_like_no_other_is_answered_with_all() -> None:
         ("tiny-16", {"num_classes": 5, "in_channels": 2}),
     ],
 )
+@pytest.mark.slow_after_first
 def test_a_spec_rebuilds_its_net(preset: str, changes: dict[str, int]) -> None:
     net = on_meta(preset, **changes)
     assert net.spec is not None

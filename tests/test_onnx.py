@@ -139,6 +139,7 @@ class TestAsTorch:
         assert (session.policy, session.classes) == (clf.policy, clf.classes)
 
     @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
+    @pytest.mark.slow_after_first
     def test_an_empty_batch(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
         said = Session(path, threads=1)(images_of(clf, 0).numpy())
@@ -148,6 +149,7 @@ class TestAsTorch:
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("batch_size", [1, 10])
+    @pytest.mark.slow_after_first
     def test_a_stream(self, bundle: Bundle, kind: str, batch_size: int) -> None:
         clf, path = bundle(kind)
         images = images_of(clf, 90)
@@ -158,6 +160,7 @@ class TestAsTorch:
         assert_as_simulated(clf.policy, preds, [answer.exit for answer in answers], probs, CLOSE)
 
     @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
+    @pytest.mark.slow_after_first
     def test_bytes(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
         pixels = np.random.default_rng(0).integers(0, 256, (20, *images_of(clf, 1).shape[1:]), dtype=np.uint8)
@@ -417,6 +420,7 @@ class TestManifest:
         assert (tmp_path / "manifest.json").read_bytes() == (path / "manifest.json").read_bytes()
 
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.slow_after_first
     def test_graphs_are_of_the_opset_that_it_says(self, bundle: Bundle, kind: str) -> None:
         for path in bundle(kind)[1].glob("*.onnx"):
             model = onnx.load(path)

@@ -124,6 +124,7 @@ class TestPrediction:
 
 class TestSearch:
     @pytest.mark.parametrize(("name", "mode"), WAYS)
+    @pytest.mark.slow_after_first
     def test_it_is_that_of_the_plain_loop(self, name: str, mode: Mode) -> None:
         trace, method = random_trace(bias=mode != "exact"), PRODUCTS[name]
         draws = torch.randn(10, trace.num_classes, generator=torch.Generator().manual_seed(3))
@@ -166,6 +167,7 @@ class TestSearch:
 
     @pytest.mark.parametrize("name", [name for name in PRODUCTS if "opt" in name])
     @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.slow_after_first
     def test_the_continuous_one_ends_above_the_grid_at_no_exit(self, name: str, seed: int) -> None:
         trace = random_trace(seed=10 * seed)
         grid = ew.calibrate(trace, name, samples=15)
@@ -187,6 +189,7 @@ class TestSearch:
             assert alone.grids == together.grids
 
     @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.slow_after_first
     def test_it_does_not_depend_on_the_chunks(self, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
         trace = random_trace()
         whole = ew.calibrate(trace, FULL, samples=8, mode=mode)

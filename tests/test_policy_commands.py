@@ -223,6 +223,7 @@ class TestEvaluated:
             ("margin", "T_opt"),
         ],
     )
+    @pytest.mark.slow_after_first
     def test_by_other_scores_and_methods(
         self, run: Path, trace: ew.Trace, exitwise: Command, score: str, method: str
     ) -> None:
@@ -294,6 +295,7 @@ class TestDeployed:
         whole = rows_of(exitwise("predict", run, noise, "--budget", "70%").out)
         assert [row["confidence"] for row in whole] != [row["confidence"] for row in rows]  # calibrated on all samples
 
+    @pytest.mark.slow
     def test_predict_may_ask_for_a_certificate_itself(self, run: Path, noise: Path, exitwise: Command) -> None:
         alone = exitwise("predict", run, noise, "--budget", "70%", "--certify", "0.2")
         assert not (run / "policy.json").exists()
@@ -303,6 +305,7 @@ class TestDeployed:
         assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1)
 
     @pytest.mark.parametrize("strategy", ["geometric", "label_free"])
+    @pytest.mark.slow_after_first
     def test_predict_goes_by_the_strategy(
         self, run: Path, trace: ew.Trace, noise: Path, exitwise: Command, strategy: str
     ) -> None:

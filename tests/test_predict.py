@@ -64,6 +64,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class TestRows:
+    @pytest.mark.slow
     def test_they_are_the_classifiers_answers(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
         done = exitwise("predict", run, folder, "--budget", "50%", "--out", tmp_path / "p.csv")
         assert done.status == 0
@@ -110,6 +111,7 @@ class TestRows:
         assert "No such file" in rows[2]["error"]
         assert rows[1]["error"] == ""
 
+    @pytest.mark.slow
     def test_without_a_budget_the_last_evaluated_one_counts(self, run: Path, folder: Path, exitwise: Command) -> None:
         said = exitwise("predict", run, folder / "00.png")
         assert "half of the full cost" in said.err
@@ -138,6 +140,7 @@ class TestPictures:
             (lambda path: Image.fromarray(np.full((32, 32), np.nan, np.float32)).save(path, "TIFF"), "32 bits"),
         ],
     )
+    @pytest.mark.slow_after_first
     def test_each_gets_a_row(
         self,
         make: Callable[[Path], Any],
@@ -190,6 +193,7 @@ class TestPictures:
         assert "not finite" in row["error"]
         assert row["predicted"] is None
 
+    @pytest.mark.slow
     def test_pictures_of_one_channel(self, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         """A run on digits reads a picture file as it reads the data set: gray, 8 x 8."""
         monkeypatch.chdir(tmp_path)

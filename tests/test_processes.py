@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Command
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -51,8 +52,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", ["two", "torchrun"])
-@pytest.mark.slow_after_first
 def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
     trained: Callable[[str], Path], launched: str
 ) -> None:
@@ -68,14 +69,14 @@ def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_two_processes_collect_the_trace_of_one(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    traces = []
-    for options in ((), TWO):
-        done = command("collect", trained("one"), "--batch-size", "32", "--force", *options)
-        assert done.returncode == 0, done.stderr
-        traces.append(ew.Trace.load(trained("one") / "trace.safetensors"))
-    one, two = traces
+def test_two_processes_collect_the_trace_of_one(digits_run: Path, exitwise: Command, tmp_path: Path) -> None:
+    place = shutil.copytree(digits_run, tmp_path / "run")
+    options = ("collect", place, "--batch-size", "32", "--force")
+    assert exitwise(*options).status == 0
+    one = ew.Trace.load(place / "trace.safetensors")
+    done = command(*options, *TWO)
+    assert done.returncode == 0, done.stderr
+    two = ew.Trace.load(place / "trace.safetensors")
     for name in ("val", "test"):
         mine, theirs = getattr(one, name), getattr(two, name)
         assert torch.equal(mine.labels, theirs.labels)

@@ -267,6 +267,7 @@ class TestWhichBudget:
             (None, Order(budget=4e6), ("MACs", 4e6)),
         ],
     )
+    @pytest.mark.slow_after_first
     def test_that_of_the_order_or_of_the_runs_policy_comes_first(
         self, run: Path, small: Made, kept: ew.Policy | None, order: Order, expected: tuple[str, float | None]
     ) -> None:
@@ -797,6 +798,7 @@ class TestLive:
         seen = read(tmp_path / "page.html")
         assert (seen.refreshes, len(seen.data["training"]["epochs"])) == (False, 1)
 
+    @pytest.mark.slow
     def test_a_training_that_is_over_goes_on_to_the_whole_report(self, digits: Path, exitwise: Command) -> None:
         before = read(digits / "report.html").data
         done = exitwise("report", digits, "--live", "--out", digits.parent / "live.html")

@@ -104,6 +104,7 @@ def test_everything_that_a_report_has_is_written(small: Report, tmp_path: Path) 
             assert text == table[kind]
 
 
+@pytest.mark.slow
 def test_one_exit_beside_nothing_else(tmp_path: Path) -> None:
     report = reported(tmp_path / "run", 1, channels=1)
     check_files(write(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
@@ -121,6 +122,7 @@ def test_eight_exits_against_runs_with_strange_names(tmp_path: Path) -> None:
     assert said[:2] == ["run _$x_{run} (_$x_{run}): vanilla", "run _$x_{run} (_$x_{run}): calibrated"]
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     """In milliseconds there is nothing published and nothing of MACs; numbers that are none are None."""
     data = {**reported(tmp_path / "run", 2, "ms").data, "published": published.curves("cifar100-small")}

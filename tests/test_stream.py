@@ -51,6 +51,7 @@ class TestAsABatch:
     @pytest.mark.parametrize("batch_size", [1, 2, 7, 64, 100, 300])
     @pytest.mark.parametrize("window", [None, 1, 5, 150])
     @pytest.mark.parametrize("pooled", [True, False])
+    @pytest.mark.slow_after_first
     def test_answers_are_those_of_a_batch(self, batch_size: int, window: int | None, pooled: bool) -> None:
         clf, images = classifier(), some_images(140)
         answers = answered(clf, iter(images), batch_size=batch_size, window=window, pooled=pooled)
@@ -500,6 +501,7 @@ class Steered(Scripted):
 class TestController:
     @pytest.mark.parametrize("score", ["confidence", "entropy", "patience"])
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 200])
+    @pytest.mark.slow_after_first
     def test_answers_are_those_of_the_loop_by_hand(self, batch_size: int, score: str) -> None:
         clf, controller = steered(score)
         other, mine = steered(score)
@@ -562,6 +564,7 @@ class TestController:
 
     @pytest.mark.parametrize("strength", [0.3, 2])
     @pytest.mark.parametrize("share", [0.4, 0.8])
+    @pytest.mark.slow_after_first
     def test_the_budget_is_kept_on_images_that_nothing_was_fitted_on(self, share: float, strength: float) -> None:
         """Faint noise would cost far more than pictures do, strong noise far less."""
         clf, controller = steered(share=share)

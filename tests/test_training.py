@@ -31,14 +31,10 @@ DIGITS = ("train", "--data", "digits", "--epochs", "3")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def whole(digits_run: Path) -> Path:
     """A training that nothing interrupted, in a process of its own."""
-    place = tmp_path_factory.mktemp("whole") / "run"
-    with started(*DIGITS, "--out", place) as process:
-        _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return place
+    return digits_run
 
 
 @pytest.fixture
@@ -301,6 +297,7 @@ class StopAfter(Watcher):
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "generator"])
 @pytest.mark.parametrize("batches", [1, 4, 7, 11])
+@pytest.mark.slow_after_first
 def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batches: int) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
@@ -496,6 +493,7 @@ def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command)
     assert_same_training(cut, finished)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(whole: Path, run: Path, exitwise: Command) -> None:
     for left in (*Snapshots(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
         left.unlink()
@@ -511,6 +509,7 @@ def test_a_lost_best_net_is_said(run: Path, exitwise: Command) -> None:
 
 
 @pytest.mark.parametrize("change", ["class", "picture"])
+@pytest.mark.slow_after_first
 def test_pictures_that_changed_meanwhile_are_noticed(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -713,6 +712,7 @@ def test_a_net_of_ones_own_is_trained_resumed_and_collected_by_name(
     assert exitwise("evaluate", "run", "--budget", "90%").status == 0
 
 
+@pytest.mark.slow
 def test_baselines_are_trained_by_one_flag_and_shown_beside(run: Path, tmp_path: Path, exitwise: Command) -> None:
     folder = class_folder(tmp_path / "mine", {"a": 30, "b": 30}, size=16)
     done = exitwise(

@@ -44,6 +44,7 @@ def plain_probs(trace: ew.Trace, k: int, temperature: float, var0: float | None,
         if mode == "paper" or "Laplace" in name
     ],
 )
+@pytest.mark.slow_after_first
 def test_search_is_that_of_the_plain_loop(name: str, mode: str) -> None:
     trace, method = random_trace(bias=mode != "exact"), ew.METHODS[name]
     draws = torch.randn(10, trace.num_classes, generator=torch.Generator().manual_seed(3))
@@ -73,6 +74,7 @@ def test_search_is_that_of_the_plain_loop(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", TUNED)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow_after_first
 def test_continuous_search_ends_above_the_grid_at_no_exit(name: str, seed: int) -> None:
     trace = random_trace(seed=10 * seed)
     grid = ew.calibrate(trace, name, samples=15)
