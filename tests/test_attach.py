@@ -24,6 +24,8 @@ from exitwise.models.tracing import Inputs
 from exitwise.runtime.onnx import Session
 from exitwise.states import length, mapped, tensors
 
+pytestmark = pytest.mark.numerical
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 ViT = runpy.run_path(str(EXAMPLES / "vit.py"))["ViT"]
 Causal = runpy.run_path(str(EXAMPLES / "causal.py"))["Causal"]

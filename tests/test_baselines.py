@@ -19,6 +19,8 @@ import exitwise as ew
 from exitwise import cli, cost, models, zoo
 from exitwise.methods import METHODS
 
+pytestmark = pytest.mark.numerical
+
 NAMES = {"CIFAR-100": "cifar100", "ImageNet": "imagenet", "Caltech-256": "caltech256"}
 ROWS = {f"{NAMES[row['dataset']]}-{row['model'].lower()}": row for row in zoo.published("baselines")}
 BASELINES = {**models.RESNETS, **models.DENSENETS}

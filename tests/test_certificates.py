@@ -19,6 +19,8 @@ from exitwise.fitting import Fitter
 from exitwise.predictions import Predictions
 from exitwise.scores import scores
 
+pytestmark = pytest.mark.numerical
+
 VALUES = np.array([0.0, 0.2, 0.7, 1.0])
 
 

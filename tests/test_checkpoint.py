@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import exitwise as ew
 from exitwise import models
 
+pytestmark = pytest.mark.numerical
+
 State = dict[str, Tensor]
 
 

@@ -25,6 +25,8 @@ from exitwise.net import keeping_modes
 from exitwise.predictions import Predictions
 from exitwise.scores import SCORES, scores
 
+pytestmark = pytest.mark.numerical
+
 VANILLA, LAPLACE, OURS = "MSDNet (vanilla)", "Laplace T_opt", "MIE Laplace T_opt sigma_opt"
 SHAPE = (1, 8, 8)
 SIZES = (1, 2, 3, 17, 64, 255, 257)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from test_report import new_run
 
 import exitwise as ew
 from exitwise.trace import HeadWeights
+
+pytestmark = pytest.mark.numerical
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +360,8 @@ def test_odd_run_files_are_refused(run: Path, exitwise: Command, about: str, mes
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(run: Path) -> None:
     """No file may grow beyond 100 kB: writing the calibration fails half-way."""
-    script = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m exitwise calibrate {run} --method 'Laplace'"
+    command = shlex.join([sys.executable, "-m", "exitwise", "calibrate", str(run), "--method", "Laplace"])
+    script = f"ulimit -f 100; trap '' XFSZ; exec {command}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "could not be written" in done.stderr
@@ -400,7 +404,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_stops_reading_is_no_error() -> None:
-    script = f"{sys.executable} -m exitwise models | head -n 1"
+    script = f"{shlex.quote(sys.executable)} -m exitwise models | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("cifar100-small")
     assert done.stderr == ""

@@ -26,6 +26,8 @@ from exitwise.methods import OURS, VANILLA, method_named
 from exitwise.run import Run, describe
 from exitwise.scores import SCORES
 
+pytestmark = pytest.mark.numerical
+
 STRATEGIES = ["public", "geometric", "optimized", "label_free", "auto", "certified"]
 
 

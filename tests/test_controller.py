@@ -16,6 +16,8 @@ import exitwise as ew
 from exitwise.predictions import ExitPrediction, Predictions
 from exitwise.scores import SCORES, scores
 
+pytestmark = pytest.mark.numerical
+
 COSTS = (1.0, 2.0, 4.0, 7.0)
 RANGE = COSTS[-1] - COSTS[0]
 

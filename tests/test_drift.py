@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import exitwise as ew
 
+pytestmark = pytest.mark.numerical
+
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 
 

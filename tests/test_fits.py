@@ -14,6 +14,8 @@ import exitwise as ew
 from exitwise.policy import Fit
 from exitwise.scores import SCORES
 
+pytestmark = pytest.mark.numerical
+
 
 class TestGap:
     def test_is_what_is_lost_on_other_samples(self) -> None:

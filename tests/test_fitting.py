@@ -17,6 +17,8 @@ from exitwise.predictions import Predictions
 from exitwise.scores import SCORES, scores
 from exitwise.search import Search
 
+pytestmark = pytest.mark.numerical
+
 seeds = st.integers(0, 10**6)
 kinds = st.sampled_from(["float32", "float64", "ties"])
 

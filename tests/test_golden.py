@@ -13,6 +13,8 @@ import exitwise as ew
 from exitwise.tables import Study, study
 from exitwise.tune import Tuner
 
+pytestmark = pytest.mark.numerical
+
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCE: dict[str, Any] = json.loads((GOLDEN / "reference.json").read_text())
 PROBS = load_file(GOLDEN / "reference_probs.safetensors")

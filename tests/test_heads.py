@@ -30,6 +30,8 @@ from exitwise.recipes import HeadRecipe
 from exitwise.seeds import generator_for
 from exitwise.training import Watcher
 
+pytestmark = pytest.mark.numerical
+
 State = dict[str, Tensor]
 
 

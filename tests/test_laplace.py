@@ -11,6 +11,8 @@ import exitwise as ew
 from exitwise.laplace import MODES, Curvature, CurvatureAverage, CurvatureSum, Spectrum, augment
 from exitwise.sampled import sample_logits
 
+pytestmark = pytest.mark.numerical
+
 
 def dense_covariance(curvature: Curvature, features: Tensor, var0: float, mode: str, bias: bool = True) -> Tensor:
     """(n, c, c) from the full posterior over all weights, index = feature * c + class."""

@@ -38,6 +38,8 @@ from exitwise.scores import SCORES, scores
 from exitwise.trace import HeadWeights
 from exitwise.tune import TEMPERATURES, Tuner
 
+pytestmark = pytest.mark.numerical
+
 ONE, ENSEMBLED = "MC dropout T_opt", "MIE MC dropout T_opt"
 
 

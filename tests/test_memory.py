@@ -22,6 +22,8 @@ from exitwise.memory import ALIGNMENT, align, is_aligned
 from exitwise.snapshots import Snapshots
 from exitwise.trace import HeadWeights, Split, Trace
 
+pytestmark = pytest.mark.numerical
+
 MC_DROPOUT = ew.Method(laplace=False, tune_prior=False, ensemble=None, dropout=0.5)
 
 

@@ -16,6 +16,8 @@ from oracles import (
 import exitwise as ew
 from exitwise import metrics
 
+pytestmark = pytest.mark.numerical
+
 SEEDS = [0, 1, 2]
 quick = settings(max_examples=60, deadline=None)
 

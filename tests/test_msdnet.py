@@ -11,6 +11,8 @@ import exitwise as ew
 from exitwise import models
 from exitwise.models.msdnet import Layer, Transition
 
+pytestmark = pytest.mark.numerical
+
 # From the specification: layers in each block, the layers after which a scale has gone, and the head widths.
 SHAPES: dict[str, tuple[list[int], list[int], list[int]]] = {
     "cifar100-small": ([1, 2, 3, 4], [5, 9], [128] * 4),

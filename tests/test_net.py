@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import exitwise as ew
 
+pytestmark = pytest.mark.numerical
+
 WIDTHS = (5, 3, 4)  # features of the three exits
 CLASSES = 7
 

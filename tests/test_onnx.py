@@ -40,6 +40,8 @@ from exitwise.runtime.bundle import OPSET, Input, Manifest, opset_of
 from exitwise.runtime.onnx import Session
 from exitwise.scores import scores
 
+pytestmark = pytest.mark.numerical
+
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -36,6 +36,8 @@ from exitwise.runtime.exits import runtime_exits
 from exitwise.scores import scores
 from exitwise.tune import PRIOR_VARS, TEMPERATURES, Tuner
 
+pytestmark = pytest.mark.numerical
+
 FULL = "PoE Laplace T_opt sigma_opt"
 PLAIN = "PoE T_opt"
 WAYS = [(name, mode) for name in PRODUCTS for mode in MODES if mode == "paper" or "Laplace" in name]

@@ -19,6 +19,8 @@ from exitwise.predictions import ExitPrediction, Predictions
 from exitwise.scores import SCORES, scores, split_ties
 from exitwise.search import geometric_shares
 
+pytestmark = pytest.mark.numerical
+
 kinds = st.sampled_from(["float32", "float64", "ties"])
 seeds = st.integers(0, 10**6)
 EIGHT = float(np.float32(0.8))  # scores are float32

@@ -21,6 +21,8 @@ from exitwise.files import write_json
 from exitwise.methods import OURS, VANILLA
 from exitwise.run import describe
 
+pytestmark = pytest.mark.numerical
+
 DIGITS = ew.Preprocessing(8, (0.3053,), (0.3760,))  # what a run on digits does to a picture's bytes
 
 

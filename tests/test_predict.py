@@ -23,6 +23,8 @@ from PIL import Image
 
 import exitwise as ew
 
+pytestmark = pytest.mark.numerical
+
 FIELDS = ["image", "predicted", "label", "confidence", "exit", "cost", "error"]
 
 
@@ -262,15 +264,15 @@ class TestFaults:
             process.stdin.flush()
             # Without the last name it cannot end before it is interrupted.
             started = time.monotonic()
-            while interrupted < 2 and process.poll() is None and time.monotonic() < started + 120:
+            while interrupted < 2 and process.poll() is None and time.monotonic() < started + 300:
                 if out.exists() and out.stat().st_size > before + 500:
                     process.send_signal(number)
-                    process.wait(timeout=60)
+                    process.wait(timeout=300)
                 time.sleep(0.002)
             with suppress(BrokenPipeError):
                 process.stdin.write(last)
                 process.stdin.close()
-            status = process.wait(timeout=60)
+            status = process.wait(timeout=300)
             assert process.stderr is not None
             err = process.stderr.read().decode()
             process.stderr.close()

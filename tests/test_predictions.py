@@ -13,6 +13,8 @@ from exitwise import predictions
 from exitwise.predictions import ExitPrediction, Predictions
 from exitwise.scores import scores
 
+pytestmark = pytest.mark.numerical
+
 SHAPE = (3, 4, 5)
 
 

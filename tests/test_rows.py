@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import exitwise as ew
 from exitwise.rows import FORMATS, RowFile
 
+pytestmark = pytest.mark.numerical
+
 FIELDS = ("image", "value", "error")
 names = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12)
 rows = st.lists(

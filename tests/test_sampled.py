@@ -12,6 +12,8 @@ from torch import Tensor
 
 from exitwise import sampled
 
+pytestmark = pytest.mark.numerical
+
 
 def plain_log_probs(logits: Tensor, t: Tensor, shifts: Tensor, temperature: float) -> Tensor:
     """(n, c) in float64: every logit of every draw."""

@@ -38,6 +38,8 @@ import exitwise as ew
 from exitwise.predictions import Array, ExitPrediction
 from exitwise.runtime import engine
 
+pytestmark = pytest.mark.numerical
+
 POOL = 64  # survivors that the deep stages wait for at least
 
 

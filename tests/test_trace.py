@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import exitwise as ew
 from exitwise.laplace import CurvatureAverage, CurvatureSum
 
+pytestmark = pytest.mark.numerical
+
 HEADER = {"format": "exitwise.trace", "version": "1"}
 
 

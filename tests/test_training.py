@@ -27,6 +27,8 @@ from exitwise.snapshots import Snapshots
 from exitwise.sources import source_of
 from exitwise.training import Watcher, worth_compiling
 
+pytestmark = pytest.mark.numerical
+
 DIGITS = ("train", "--data", "digits", "--epochs", "3")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -73,7 +75,7 @@ def assert_same_training(one: Path, other: Path) -> None:
     assert [row.train_loss for row in mine] == [row.train_loss for row in theirs]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing happened"
@@ -277,7 +279,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(
     with started(*DIGITS, "--out", place) as process:
         wait_for(lambda: bool(Snapshots(place / "checkpoints").files()), process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
     assert err.splitlines()[-1].startswith("exitwise: stopped after 0 epochs and ")
     assert err.splitlines()[-1].endswith(f"`exitwise train {place} --resume` goes on")

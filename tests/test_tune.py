@@ -21,6 +21,8 @@ from exitwise.sampled import sample_logits
 from exitwise.trace import HeadWeights
 from exitwise.tune import PRIOR_VARS, TEMPERATURES, Tuner
 
+pytestmark = pytest.mark.numerical
+
 TUNED = [name for name in ew.METHODS if "opt" in name]
 
 

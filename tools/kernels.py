@@ -1,4 +1,4 @@
-"""Run the numerical tests with the arithmetic of other CPUs: python tools/kernels.py [NAME ...] [-- PYTEST OPTIONS]
+"""Run the numerical tests with the arithmetic of other CPUs: python tools/kernels.py [--slow] [NAME ...]
 
 Float results depend on the kernels that a library chooses for a CPU. Each setting below makes the libraries choose as
 they would elsewhere, as far as environment variables and a preloaded library can. It ends with a line per setting, and
@@ -29,20 +29,19 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    names, options = arguments[:cut] or list(SETTINGS), arguments[cut + 1 :]
+    slow = "--slow" in sys.argv
+    names = [name for name in sys.argv[1:] if name != "--slow"] or list(SETTINGS)
     unknown = [name for name in names if name not in SETTINGS]
     if unknown:
         print(f"kernels.py: no setting is called {unknown[0]!r}; there are {', '.join(SETTINGS)}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        lines = [_run(name, options, Path(folder)) for name in names]
+        lines = [_run(name, slow, Path(folder)) for name in names]
     print("\n".join(["", *lines]))
     return int(any("failed" in line for line in lines))
 
 
-def _run(name: str, options: list[str], folder: Path) -> str:
+def _run(name: str, slow: bool, folder: Path) -> str:
     """Run the tests under one setting, and return its line of the summary."""
     variables = dict(SETTINGS[name])
     if (flags := variables.pop("PRELOAD", None)) is not None:
@@ -53,7 +52,8 @@ def _run(name: str, options: list[str], folder: Path) -> str:
         subprocess.run(["cc", "-shared", "-fPIC", *flags.split(), "-o", library, source], check=True)
         variables["LD_PRELOAD"] = str(library)
     print(f"== {name}: {' '.join(f'{key}={Path(value).name}' for key, value in variables.items())}", flush=True)
-    command = [sys.executable, "-m", "pytest", "-m", "numerical", "--numprocesses", "2", *options]
+    which = "numerical" if slow else "numerical and not slow"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, "--numprocesses", "2", "--dist", "worksteal"]
     start = time.monotonic()
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
