@@ -692,7 +692,9 @@ class TestCommand:
         assert str(run / "report.html") in done.out.replace("\n", "")
         found = read(run / "report.html").data
         expected = build(Run(run), Order(method="MIE T_opt", budget=5.0, unit="ms")).data
-        assert dict(found.pop("made"))["command"] == f"exitwise report {run} --budget 5ms --method 'mie t_opt'"
+        assert dict(found.pop("made"))["command"] == (
+            f"exitwise report {shlex.quote(str(run))} --budget 5ms --method 'mie t_opt'"
+        )
         del expected["made"]
         assert found == expected
 
