@@ -152,6 +152,7 @@ class TestCertified:
         assert 0.9 * budget < true_costs[chosen].mean() < budget  # and it is not bought by spending next to nothing
 
     @pytest.mark.parametrize("risk", ["accuracy", "disagreement"])
+    @pytest.mark.slow
     def test_no_more_is_lost_than_allowed(self, risk: str) -> None:
         costs, epsilon, delta = ew.Costs((1.0, 3.0, 9.0)), 0.05, 0.1
         tune, tune_labels = population(0, 800)
@@ -239,6 +240,7 @@ class TestCertified:
         assert result.cost < 6
         assert result.per_exit[-1].top1 - result.top1 < 0.15
 
+    @pytest.mark.slow
     def test_without_a_budget_it_is_the_cheapest_that_keeps_to_the_risk(self) -> None:
         probs, labels = population(0, 6000)
         costs = []

@@ -439,7 +439,7 @@ def test_the_trained_checkpoint_has_the_public_names_and_loads(golden: Path) -> 
 
 
 @pytest.mark.parametrize(("split", "file"), [("val", "train.bin"), ("test", "test.bin")])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_features_of_real_pictures_are_those_of_the_public_code(
     split: str, file: str, golden: Path, cifar100: Path
 ) -> None:

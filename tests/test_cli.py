@@ -160,6 +160,7 @@ def test_evaluate_by_other_scores(run: Path, exitwise: Command, score: str) -> N
     assert found["methods"]["Laplace"]["policy"]["cost"] == pytest.approx(2e7, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_ablate_prints_both_tables(run: Path, exitwise: Command) -> None:
     done = exitwise("ablate", run, "--budget-range", "1e7", "2e7", "--samples", "5", "--json")
     assert done.json["ablation"]["budget_range"] == [1e7, 2e7]

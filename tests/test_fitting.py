@@ -175,6 +175,7 @@ class TestOptimized:
         st.sampled_from(["accuracy", "nlpd"]),
     )
     @settings(max_examples=60, deadline=None)
+    @pytest.mark.slow
     def test_is_within_the_budget_and_never_below_geometric(
         self, seed: int, exits: int, samples: int, part: float, kind: str, score: str, objective: str
     ) -> None:

@@ -430,6 +430,7 @@ class TestManifest:
             assert {each.domain: each.version for each in model.opset_import}[""] == OPSET
             assert opset_of(path.read_bytes()) == OPSET
 
+    @pytest.mark.slow
     def test_any_value_of_a_wrong_kind_is_refused_or_harmless(self, own: Path) -> None:
         """Never any other error: not when it is read, and not when the session that came of it runs."""
         data, images = manifest(own), colours(6).numpy()

@@ -281,6 +281,7 @@ def rows_of(out: str) -> list[dict[str, str]]:
 
 
 class TestDeployed:
+    @pytest.mark.slow
     def test_predict_goes_by_the_certificate_of_the_last_evaluation(
         self, run: Path, trace: ew.Trace, noise: Path, exitwise: Command
     ) -> None:

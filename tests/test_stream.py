@@ -215,6 +215,7 @@ class TestOrder:
 
     @settings(deadline=None, max_examples=60)
     @given(st.integers(0, 10**6), st.integers(1, 130))
+    @pytest.mark.slow
     def test_deep_stages_run_on_full_batches_until_the_images_end(self, seed: int, batch_size: int) -> None:
         pattern = np.random.default_rng(seed).choice(4, 1500, p=(0.3, 0.2, 0.2, 0.3)).tolist()
         backend, _ = play(pattern, batch_size, window=10**6)

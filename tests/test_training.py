@@ -428,6 +428,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Path, exitwise: Command) -> None:
     place = small_disk / "run"
     done = exitwise(*DIGITS, "--out", place)
@@ -677,6 +678,7 @@ def test_digits_from_nothing_to_an_evaluated_run(run: Path, exitwise: Command) -
     assert (len(trace.val), len(trace.test or ()), trace.curvature[0].n) == (297, 500, 1000)
 
 
+@pytest.mark.slow
 def test_a_trace_of_an_earlier_state_of_the_net_is_refused(run: Path, exitwise: Command) -> None:
     assert exitwise("collect", run).status == 0
     net = ew.load_net(run / "net.safetensors")
