@@ -33,7 +33,7 @@ test-soak: $(VENV)/dev.ready
 	for round in $$(seq $(ROUNDS)); do \
 	    seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
 	    echo "round $$round: EXITWISE_TEST_SEED=$$seed"; \
-	    EXITWISE_TEST_SEED=$$seed $(PYTEST) -m soak --hypothesis-seed $$seed || exit 1; \
+	    EXITWISE_TEST_SEED=$$seed $(PYTEST) -m "soak or hypothesis" --hypothesis-seed $$seed || exit 1; \
 	done
 
 # The numerical tests on the arithmetic of other CPUs.
