@@ -16,8 +16,8 @@ from record import by_threads, options, record, seconds
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.cost import cost_table
-from exitwise.runtime.exits import RuntimeExit, runtime_exits
+from exitwise.models.macs import cost_table
+from exitwise.runtime.exit_modules import RuntimeExit, runtime_exits
 
 METHODS = {"vanilla": "MSDNet (vanilla)", "Laplace": "Laplace", "MC dropout": "MC dropout"}
 

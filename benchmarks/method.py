@@ -18,12 +18,12 @@ import torch
 from record import options, record, seconds
 
 import exitwise as ew
-from exitwise.calibration import standard_normals
-from exitwise.costs import Costs
-from exitwise.laplace import Curvature, Spectrum
-from exitwise.sampled import log_true_softmax
-from exitwise.trace import HeadWeights, Split, Trace
-from exitwise.tune import PRIOR_VARS, TEMPERATURES
+from exitwise.calibration.calibration import standard_normals
+from exitwise.calibration.laplace import Curvature, Spectrum
+from exitwise.calibration.mc_softmax import log_true_softmax
+from exitwise.calibration.trace import HeadWeights, Split, Trace
+from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES
+from exitwise.core.costs import Costs
 
 BATCH = 64
 

@@ -15,7 +15,7 @@ from method import BATCH, forward
 from record import options, record, seconds
 
 import exitwise as ew
-from exitwise.comparison import budgets
+from exitwise.runs.compare import budgets
 
 STRATEGIES = ("geometric", "optimized", "label_free", "auto")
 

@@ -22,10 +22,10 @@ from method import imagenet_trace
 from playwright.sync_api import sync_playwright
 from record import options, record, seconds
 
+from exitwise.calibration.trace import Trace
+from exitwise.core.files import write_json
 from exitwise.data import HoldOut, load
-from exitwise.files import write_json
-from exitwise.run import describe
-from exitwise.trace import Trace
+from exitwise.runs.run import describe
 
 LARGE = (128,) * 8
 IMAGENET = (384, 384, 352, 304, 560)

@@ -21,7 +21,7 @@ import torch
 from record import options, record, seconds
 
 import exitwise as ew
-from exitwise.calibration import Calibration
+from exitwise.calibration.calibration import Calibration
 from exitwise.runtime import bench, engine
 from exitwise.runtime.onnx import OnnxBackend, Session
 

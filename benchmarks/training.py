@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 import exitwise as ew
 from exitwise import data
 from exitwise.data.folders import scan
-from exitwise.recipes import RECIPES
-from exitwise.sources import source_of
-from exitwise.training import Trainer
+from exitwise.training.batch_sources import source_of
+from exitwise.training.loop import Trainer
+from exitwise.training.recipes import RECIPES
 
 EPOCH = 45_000 // 64  # batches
 AMORTISED = 30  # epochs

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from results import machine, rounded
 
 import exitwise as ew
-from exitwise.certifying import Row, Seen, cheaper
-from exitwise.files import write_json
-from exitwise.fitting import Fitter
-from exitwise.predictions import Predictions
-from exitwise.scores import scores
+from exitwise.core.files import write_json
+from exitwise.core.predictions import Predictions
+from exitwise.policies.certify import Row, Seen, cheaper
+from exitwise.policies.fit import Fitter
+from exitwise.policies.scores import scores
 
 HERE = Path(__file__).parent
 METHODS = {"vanilla": "MSDNet (vanilla)", "ours": "MIE Laplace T_opt sigma_opt"}

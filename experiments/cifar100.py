@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwise import zoo
-from exitwise.history import History
+from exitwise.training.history import History
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"

@@ -39,13 +39,13 @@ from slowdown import (
 from torch import Tensor
 
 import exitwise as ew
-from exitwise import tensorfiles
+from exitwise.core import tensorfiles
+from exitwise.core.files import write_json
+from exitwise.core.seeds import generator_for
 from exitwise.data import cifar
 from exitwise.data.batches import Normalize
 from exitwise.data.images import ImageSet
-from exitwise.files import write_json
-from exitwise.scores import scores
-from exitwise.seeds import generator_for
+from exitwise.policies.scores import scores
 
 HERE = Path(__file__).parent
 FORMAT, VERSION = "exitwise.drift", 1

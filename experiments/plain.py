@@ -20,13 +20,13 @@ from cifar100 import exitwise, finished
 from results import machine, rounded
 
 import exitwise as ew
-from exitwise.bootstrap import Bootstrap, columns, interval
-from exitwise.cost import cost_table
-from exitwise.evaluation import Outcomes
-from exitwise.files import write_json
-from exitwise.fitting import Fitter
-from exitwise.methods import OURS, VANILLA
-from exitwise.run import Run
+from exitwise.calibration.methods import OURS, VANILLA
+from exitwise.core.files import write_json
+from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
+from exitwise.evaluation.evaluate import Outcomes
+from exitwise.models.macs import cost_table
+from exitwise.policies.fit import Fitter
+from exitwise.runs.run import Run
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "plain" / "results.json"

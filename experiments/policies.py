@@ -20,11 +20,11 @@ from results import machine, rounded
 
 import exitwise as ew
 from exitwise import zoo
-from exitwise.comparison import Comparison, PolicyRow, budgets
-from exitwise.files import write_json
-from exitwise.methods import METHODS, OURS, VANILLA, method_named
-from exitwise.run import Run
-from exitwise.scores import SCORES
+from exitwise.calibration.methods import METHODS, OURS, VANILLA, method_named
+from exitwise.core.files import write_json
+from exitwise.policies.scores import SCORES
+from exitwise.runs.compare import Comparison, PolicyRow, budgets
+from exitwise.runs.run import Run
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "policies" / "results.json"

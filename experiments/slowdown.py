@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 import exitwise as ew
 from exitwise.data.batches import Normalize
 from exitwise.data.images import ImageSet
-from exitwise.runtime.exits import RuntimeExit, runtime_exits
+from exitwise.runtime.exit_modules import RuntimeExit, runtime_exits
 
 EPSILON, STEP, STEPS = 8 / 255, 2 / 255, 20
 CHUNK = 125  # pictures attacked at a time

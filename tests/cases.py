@@ -8,10 +8,10 @@ from oracles import random_probs
 from torch import Tensor, nn
 
 import exitwise as ew
-from exitwise.laplace import Curvature, CurvatureSum
-from exitwise.predictions import ExitPrediction, Predictions
-from exitwise.scores import scores
-from exitwise.trace import HeadWeights, Split, Trace
+from exitwise.calibration.laplace import Curvature, CurvatureSum
+from exitwise.calibration.trace import HeadWeights, Split, Trace
+from exitwise.core.predictions import ExitPrediction, Predictions
+from exitwise.policies.scores import scores
 
 
 def features_and_labels(n: int, widths: list[int], classes: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -104,3 +104,11 @@ def runtime_exits(policy: ew.Policy, preds: Predictions) -> list[int]:
         taken[here[gone]] = k
         here, memory = here[~gone], None if memory is None else memory[~gone]
     return taken.tolist()
+
+
+def softmax_case(n: int, c: int, draws: int, seed: int, spread: float = 0.2, size: float = 5.0) -> tuple[Tensor, ...]:
+    """Logits (n, c), labels (n,), t (n,) around 0.75, shifts (S, c)."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, c, generator=g) * size
+    t = (0.75 * torch.exp(spread * torch.randn(n, generator=g))).clamp(min=1e-3)
+    return logits, torch.randint(c, (n,), generator=g), t, torch.randn(draws, c, generator=g)

@@ -1,13 +1,10 @@
 """What every test shares: seeds, threads, the command, the shipped net; and the line that says what was left out."""
 
-import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -16,14 +13,11 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
+from command import Command, Outcome, once
+from paths import SHARED
+from seeds import SEED
 
-from exitwise import cli, zoo
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-# Every test draws from seeds that follow from its name and this number; `make test-soak` takes another each time.
-SEED = int(os.environ.get("EXITWISE_TEST_SEED", "0"))
+from exitwise.cli import app
 
 # A deadline is a time, which a busy machine does not keep.
 hypothesis.settings.register_profile("exitwise", deadline=None, derandomize=SEED == 0, database=None)
@@ -103,20 +97,6 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
-    """A folder that `make` fills once for all processes of a test run: the first that comes, while the others wait."""
-    parallel = "PYTEST_XDIST_WORKER" in os.environ
-    root = factory.getbasetemp().parent if parallel else factory.getbasetemp()
-    place = root / name
-    with FileLock(root / f"{name}.lock"):
-        if not (place / ".whole").exists():
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            make(place)
-            (place / ".whole").touch()
-    return place
-
-
 @pytest.fixture(scope="session")
 def cifar100(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds all of real CIFAR-100 in its binary layout."""
@@ -147,41 +127,14 @@ def shared() -> Path:
     return SHARED
 
 
-class Outcome:
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def exitwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["exitwise", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            app.main()
         captured = capsys.readouterr()
         return Outcome(int(end.value.code or 0), captured.out, captured.err)
 
     return run
-
-
-def zoo_run(place: Path) -> Path:
-    """The zoo's net as a run in a new folder, as the demo copies it, without calibrations."""
-    place.mkdir()
-    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
-        shutil.copyfile(zoo.path(name), place / name)
-    return place
-
-
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Sizes and times of all files, to see that nothing has changed."""
-    return {
-        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()
-    }

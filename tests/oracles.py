@@ -8,6 +8,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+
+import exitwise as ew
+from exitwise.calibration.laplace import Spectrum
+from exitwise.calibration.mc_softmax import sample_logits
 
 Rows = Sequence[Sequence[float]]
 
@@ -161,3 +166,14 @@ def product_of_experts(probs: np.ndarray, weights: Sequence[float]) -> np.ndarra
         ]
         pooled[k, i] = [product / sum(products) for product in products]
     return pooled
+
+
+def plain_probs(trace: ew.Trace, k: int, temperature: float, var0: float | None, draws: Tensor, mode: str) -> Tensor:
+    """(n, c) of exit k on val, float64, without Laplace where var0 is None."""
+    head, features = trace.heads[k], trace.val.features[k].double()
+    logits = trace.val.features[k] @ head.weight.T + (0 if head.bias is None else head.bias)
+    if var0 is None:
+        return (logits.double() / temperature).softmax(1)
+    posterior = Spectrum(trace.curvature[k], mode, head.bias is not None).posterior(var0)  # type: ignore[arg-type]
+    z = sample_logits(logits.double(), posterior.scale(features), posterior, draws.double())
+    return (z / temperature).softmax(2).mean(1)

@@ -12,9 +12,9 @@ import torch
 
 import exitwise as ew
 from exitwise import data
+from exitwise.core.files import write_json
 from exitwise.data.holdout import Part
-from exitwise.files import write_json
-from exitwise.run import describe
+from exitwise.runs.run import describe
 from exitwise.zoo import NET
 
 

@@ -1,5 +1,5 @@
 """`python -m exitwise`."""
 
-from exitwise.cli import main
+from exitwise.cli.app import main
 
 main()

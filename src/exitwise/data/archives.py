@@ -8,7 +8,7 @@ from hashlib import md5
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exitwise.errors import InputError
+from exitwise.core.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from exitwise.core.errors import InputError
+from exitwise.core.seeds import generator_for
 from exitwise.data.images import Augmentation, ImageSet, Pictures
-from exitwise.errors import InputError
-from exitwise.seeds import generator_for
 
 
 class Normalize:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from exitwise.core.errors import InputError
 from exitwise.data.archives import Archive, missing
 from exitwise.data.images import ImageSet
-from exitwise.errors import InputError
 
 _PIXELS = 3 * 32 * 32
 

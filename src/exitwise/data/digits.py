@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from exitwise.core.errors import InputError
 from exitwise.data.images import ImageSet
-from exitwise.errors import InputError
 
 MEAN, STD = (0.3053,), (0.3760,)
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.core.errors import InputError
+from exitwise.core.preprocessing import Preprocessing
 from exitwise.data.archives import Archive, missing
 from exitwise.data.images import Augmentation, hashes
-from exitwise.errors import InputError
-from exitwise.preprocessing import Preprocessing
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from exitwise import tensorfiles
+from exitwise.core import tensorfiles
+from exitwise.core.errors import InputError
+from exitwise.core.seeds import generator_of
 from exitwise.data.images import Pictures
-from exitwise.errors import InputError
-from exitwise.seeds import generator_of
 
 FORMAT, VERSION = "exitwise.split", 1
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exitwise.errors import InputError
+from exitwise.core.errors import InputError
 
 
 @dataclass(frozen=True)

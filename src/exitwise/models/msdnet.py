@@ -11,8 +11,8 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
+from exitwise.models.net import Head, MultiExitNet
 from exitwise.models.presets import built
-from exitwise.net import Head, MultiExitNet
 
 
 @dataclass(frozen=True)

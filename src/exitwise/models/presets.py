@@ -5,8 +5,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
-from exitwise.errors import InputError
-from exitwise.net import MultiExitNet
+from exitwise.core.errors import InputError
+from exitwise.models.net import MultiExitNet
 
 
 class Config(Protocol):

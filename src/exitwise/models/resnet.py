@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from exitwise.models.net import Head, MultiExitNet
 from exitwise.models.presets import built
-from exitwise.net import Head, MultiExitNet
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from exitwise.files import replacing
-from exitwise.report.building import Report
+from exitwise.core.files import replacing
+from exitwise.report.build import Report
 
 LIVE_SECONDS = 5
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.predictions import Array
-from exitwise.report.explorer import SHOWN
-from exitwise.report.sides import Side, reliability
+from exitwise.core.predictions import Array
+from exitwise.report.budget_explorer import SHOWN
+from exitwise.report.evaluated_model import Side, reliability
 
 POINTS = 2000
 BINS = 30

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exitwise.calibration import Calibration
-from exitwise.costs import Costs
-from exitwise.errors import InputError
-from exitwise.net import MultiExitNet
-from exitwise.policy import Policy
-from exitwise.predictions import Array, Predictions
-from exitwise.ranking import Ranking
-from exitwise.results import Result
+from exitwise.calibration.calibration import Calibration
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Array, Predictions
+from exitwise.core.results import Result
+from exitwise.models.net import MultiExitNet
+from exitwise.policies.cutoffs import Ranking
+from exitwise.policies.policy import Policy
+from exitwise.policies.scores import scores
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
-from exitwise.scores import scores
 
 BACKENDS = ("torch", "optimized", "onnx")
 BATCH_SIZES = (1, 16, 64, 256)

@@ -7,11 +7,11 @@ from pathlib import Path
 from re import fullmatch
 from typing import Any
 
-from exitwise.costs import Costs
-from exitwise.errors import InputError
-from exitwise.files import read_json, write_json
-from exitwise.policy import Policy
-from exitwise.preprocessing import Preprocessing
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.files import read_json, write_json
+from exitwise.core.preprocessing import Preprocessing
+from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.bundle", 2
 MANIFEST = "manifest.json"

@@ -8,20 +8,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from exitwise import models, states, tensorfiles
-from exitwise.calibration import Calibration
-from exitwise.checkpoint import check_fit
-from exitwise.controller import BudgetController
-from exitwise.cost import macs
-from exitwise.costs import Costs
-from exitwise.errors import InputError
-from exitwise.methods import NEEDS_DRAWS
-from exitwise.net import MultiExitNet
-from exitwise.policy import Policy
-from exitwise.preprocessing import Preprocessing
+from exitwise import models
+from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.methods import NEEDS_DRAWS
+from exitwise.core import nested, tensorfiles
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.preprocessing import Preprocessing
+from exitwise.models.macs import macs
+from exitwise.models.net import MultiExitNet
+from exitwise.models.weights import check_fit
+from exitwise.policies.controller import BudgetController
+from exitwise.policies.policy import Policy
 from exitwise.runtime import engine, folding
 from exitwise.runtime.engine import Answer, Prediction
-from exitwise.runtime.exits import runtime_exits
+from exitwise.runtime.exit_modules import runtime_exits
 from exitwise.runtime.torch_backend import Evaluating, TorchBackend
 
 FORMAT, VERSION = "exitwise.classifier", 1
@@ -125,7 +126,7 @@ class Classifier(nn.Module):
         """What leaving at each of K exits costs; MACs are counted for images (n, ...) where nothing else is known."""
         if self.costs is None:
             try:
-                self.costs = Costs.of(macs(self._counted[0], example_inputs=states.one(images)))
+                self.costs = Costs.of(macs(self._counted[0], example_inputs=nested.one(images)))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
         return self.costs

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from exitwise.controller import BudgetController
-from exitwise.errors import InputError
-from exitwise.policy import Policy
-from exitwise.predictions import Array, ExitPrediction
-from exitwise.scores import Memory
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Array, ExitPrediction
+from exitwise.policies.controller import BudgetController
+from exitwise.policies.policy import Policy
+from exitwise.policies.scores import Memory
 
 if TYPE_CHECKING:
     import pandas

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import exitwise
-from exitwise import models, states
-from exitwise.errors import NET_ERRORS, InputError, first_line
-from exitwise.net import Head, MultiExitNet
-from exitwise.run import creating
+from exitwise import models
+from exitwise.core import nested
+from exitwise.core.errors import NET_ERRORS, InputError, first_line
+from exitwise.core.version import __version__
+from exitwise.models.net import Head, MultiExitNet
+from exitwise.runs.run import creating
 from exitwise.runtime import folding
 from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest, first_names
 from exitwise.runtime.classifier import Classifier
-from exitwise.runtime.exits import RuntimeExit
+from exitwise.runtime.exit_modules import RuntimeExit
 
 
 class StageGraph(nn.Module):
@@ -36,9 +37,9 @@ class StageGraph(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         carried = iter(inputs)
-        state = self.stage(states.filled(self._structure, carried))
+        state = self.stage(nested.filled(self._structure, carried))
         said = self.exit(self.head.features(state), next(carried, None))
-        found = [] if self._last else list(states.tensors(state))
+        found = [] if self._last else list(nested.tensors(state))
         found.append(said.probs)
         if said.variance is not None:
             found.append(said.variance)
@@ -72,7 +73,7 @@ def export(classifier: Classifier, path: str | Path, example: Any = None, force:
             preprocessing=classifier.preprocessing,
             method=classifier.calibration.method.name,
             versions={
-                "exitwise": exitwise.__version__,
+                "exitwise": __version__,
                 "torch": torch.__version__,
                 "onnx": version("onnx"),
                 "python": platform.python_version(),
@@ -113,11 +114,11 @@ def _example(classifier: Classifier, example: Any) -> Any:
             raise InputError("exporting needs to know the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
     several = isinstance(example, Mapping | list | tuple)
-    parts = list(states.tensors(example))
+    parts = list(nested.tensors(example))
     if not parts or not all(part.dim() > (not several) and len(part) for part in parts):
         raise InputError("`example` must be a tensor of some images (n, ...), or a dict or tuple of such tensors")
-    states.length(example, "`example`")
-    return states.mapped(_three, example)
+    nested.length(example, "`example`")
+    return nested.mapped(_three, example)
 
 
 def _three(part: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def _inputs(given: Any) -> tuple[Input, ...]:
     else:
         named = given if isinstance(given, dict) else {str(i): part for i, part in enumerate(given)}
     tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
-    if len(tensors) < len(list(states.tensors(given))):
+    if len(tensors) < len(list(nested.tensors(given))):
         raise InputError("`example` must hold tensors, not lists or dicts of them")
     return tuple(
         Input(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
@@ -167,7 +168,7 @@ def _write_graphs(classifier: Classifier, given: Any, names: Sequence[str], fold
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
         graph = StageGraph(stage, head, exit, state, last)
-        carried = list(states.tensors(state))
+        carried = list(nested.tensors(state))
         inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else list(names)
         if memory is not None:
             carried, inputs = [*carried, memory], [*inputs, "memory"]
@@ -176,9 +177,9 @@ def _write_graphs(classifier: Classifier, given: Any, names: Sequence[str], fold
                 state = stage(state)
                 said = exit(head.features(state), memory)
         except NET_ERRORS as error:
-            raise InputError(f"the net cannot take {states.kind(given)}: {first_line(error)}") from None
+            raise InputError(f"the net cannot take {nested.kind(given)}: {first_line(error)}") from None
         memory = said.memory
-        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(states.tensors(state))]
+        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.tensors(state))]
         outputs.append("probs")
         if said.variance is not None:
             outputs += ["variance"] if last or memory is None else ["variance", "drawn"]

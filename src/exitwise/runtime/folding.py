@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from exitwise.net import MultiExitNet
+from exitwise.models.net import MultiExitNet
 
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _CONVS: Mapping[type[nn.Module], type[_Norm]] = {

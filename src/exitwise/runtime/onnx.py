@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exitwise.controller import BudgetController
-from exitwise.errors import InputError, first_line
-from exitwise.policy import Policy
-from exitwise.predictions import Array, ExitPrediction, array_of
-from exitwise.preprocessing import Preprocessing
+from exitwise.core.errors import InputError, first_line
+from exitwise.core.predictions import Array, ExitPrediction, array_of
+from exitwise.core.preprocessing import Preprocessing
+from exitwise.policies.controller import BudgetController
+from exitwise.policies.policy import Policy
 from exitwise.runtime import engine
 from exitwise.runtime.bundle import Input, Manifest
 from exitwise.runtime.engine import Answer, Prediction

@@ -4,7 +4,7 @@ import csv
 from importlib.resources import files
 from pathlib import Path
 
-from exitwise.errors import InputError
+from exitwise.core.errors import InputError
 
 NET = "cifar100-msdnet-small"
 _HERE = Path(str(files("exitwise.zoo")))

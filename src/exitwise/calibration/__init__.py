@@ -1,0 +1,1 @@
+"""Traces, the Laplace approximation, and the tuning of every exit."""

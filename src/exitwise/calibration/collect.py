@@ -1,0 +1,191 @@
+"""One pass of the net over each split: features of val and test are kept, of train only the curvature sums."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from exitwise import models
+from exitwise.calibration.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
+from exitwise.calibration.trace import HeadWeights, Split, Trace
+from exitwise.core import distributed
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.nested import length, mapped, one, tensors
+from exitwise.models.macs import macs
+from exitwise.models.net import MultiExitNet, keeping_modes
+
+# (images, labels), or (images, labels, positions in the data set)
+Batch = Sequence[Tensor]
+# Called with the split's name, the samples done, and how many there are, where that is known.
+Progress = Callable[[str, int, int | None], None]
+
+_ACCUMULATORS: Mapping[str, Callable[[int, int, bool], Accumulator]] = {
+    "sum": CurvatureSum,
+    "average": CurvatureAverage,
+}
+
+
+def collect(
+    net: MultiExitNet,
+    train: Iterable[Batch],
+    val: Iterable[Batch],
+    test: Iterable[Batch] | None = None,
+    *,
+    costs: Costs | Sequence[float] | None = None,
+    classes: Sequence[str] | None = None,
+    budget_range: tuple[float, float] | None = None,
+    curvature: Literal["sum", "average"] = "sum",
+    progress: Progress | None = None,
+) -> Trace:
+    """Run the net over loaders of (images, labels) and keep what calibration needs.
+
+    A batch is images (m, ...) as the net takes them, labels (m,), whole numbers in 0..c-1, and perhaps index (m,), each
+    sample's position in the data set; m may change from batch to batch. Train must come without augmentation. Memory
+    does not grow with the train set. Unless given, `costs` (K,) are counted in MACs for inputs of val's shape, and
+    `budget_range` is the paper's for the net's preset. `curvature="average"` is the public code's exponential average,
+    for comparison. The net's device and mode are left as they were.
+
+    Among several processes (a `torch.distributed` group), each takes whole batches in turn from loaders that give all
+    of them the same, and every process returns the whole trace.
+    """
+    if curvature not in _ACCUMULATORS:
+        raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
+    if classes is not None and len(classes) != net.num_classes:
+        raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+    if curvature == "average" and distributed.world() > 1:
+        raise InputError("`curvature` 'average' depends on the order of batches: one process alone can collect it")
+    counted = [] if costs is None else [Costs.of(costs)]
+
+    def count(inputs: Any) -> None:
+        """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
+        if not counted:
+            try:
+                counted.append(Costs.of(macs(net, example_inputs=one(inputs))))
+            except InputError as error:
+                raise InputError(f"{error}; give `costs` to do without counting") from None
+
+    with _inference(net):
+        held = {"val": _features(net, val, "val", progress, count)}
+        if test is not None:
+            held["test"] = _features(net, test, "test", progress, count)
+        sums = _curvature(net, train, _ACCUMULATORS[curvature], progress)
+    return Trace(
+        val=held["val"],
+        test=held.get("test"),
+        heads=tuple(_head_weights(head.last) for head in net.exits),
+        curvature=sums,
+        costs=distributed.of_first(counted)[0],  # the first process has the first batch, others may have none
+        classes=tuple(classes) if classes is not None else None,
+        model=net.spec,
+        budget_range=budget_range or models.budget_range(net.spec),
+    )
+
+
+@contextmanager
+def _inference(net: MultiExitNet) -> Any:
+    with keeping_modes(net), torch.no_grad():
+        net.eval()
+        yield
+
+
+def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+    """(inputs, labels, index or None) of every batch, inputs on the net's device."""
+    device = next(net.parameters()).device
+    total = _total(loader)
+    done = 0
+    for batch in distributed.dealt(loader):
+        if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
+            raise InputError(
+                f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
+            )
+        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in tensors(batch[0]))
+        inputs = batch[0] if several else torch.as_tensor(batch[0])
+        labels = torch.as_tensor(batch[1]).cpu()
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
+        labels = labels.long()
+        images = length(inputs, f"what `{name}` gives")
+        if labels.dim() != 1 or images != len(labels):
+            raise InputError(
+                f"`{name}` must give one label per image, but gave {images} and labels {tuple(labels.shape)}"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
+            raise InputError(
+                f"`{name}` has a label {int(labels.min())} to {int(labels.max())} outside the net's "
+                f"{net.num_classes} classes, at sample {done} or later"
+            )
+        index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
+        yield mapped(lambda tensor: tensor.to(device), inputs), labels, index
+        done += len(labels)
+        if progress:
+            progress(name, min(done * distributed.world(), total or done), total)
+    if not distributed.total(torch.tensor(done)):
+        raise InputError(f"`{name}` gave no samples")
+
+
+def _total(loader: Iterable[Batch]) -> int | None:
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None
+
+
+def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) -> list[Tensor]:
+    features = net.features(images)
+    for k, x in enumerate(features):
+        if x.dim() != 2:
+            raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")
+        if not bool(torch.isfinite(x).all()):
+            where = seen + int((~torch.isfinite(x)).any(dim=1).nonzero()[0])
+            raise InputError(f"exit {k} gave features that are not finite, first for sample {where} of `{name}`")
+    return features
+
+
+def _features(
+    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, first: Callable[[Any], None]
+) -> Split:
+    features: list[list[Tensor]] = [[] for _ in net.exits]
+    labels: list[Tensor] = []
+    index: list[Tensor | None] = []
+    seen = 0
+    for images, batch_labels, batch_index in checked_batches(net, loader, name, progress):
+        first(images)
+        for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
+            rows.append(x.float().cpu())
+        labels.append(batch_labels)
+        index.append(batch_index)
+        seen += len(batch_labels)
+    known = [rows for rows in index if rows is not None]
+    return Split(
+        features=tuple(distributed.joined(rows) for rows in features),
+        labels=distributed.joined(labels),
+        index=distributed.joined(known) if distributed.of_first(len(known) == len(index)) else None,
+    )
+
+
+def _curvature(
+    net: MultiExitNet,
+    loader: Iterable[Batch],
+    accumulator: Callable[[int, int, bool], Accumulator],
+    progress: Progress | None,
+) -> tuple[Curvature, ...]:
+    """Curvature of every exit."""
+    sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
+    seen = 0
+    for images, labels, _ in checked_batches(net, loader, "train", progress):
+        for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
+            sum_.update(x, head.last(x))
+        seen += len(labels)
+    return tuple(_over_all(sum_.result()) for sum_ in sums)
+
+
+def _over_all(curvature: Curvature) -> Curvature:
+    """The sums of all processes."""
+    A, B, n = (distributed.total(each) for each in (curvature.A, curvature.B, torch.tensor(curvature.n)))
+    return Curvature(A, B, int(n))
+
+
+def _head_weights(last: torch.nn.Linear) -> HeadWeights:
+    bias = last.bias.detach().float().cpu().clone() if last.bias is not None else None
+    return HeadWeights(last.weight.detach().float().cpu().clone(), bias)

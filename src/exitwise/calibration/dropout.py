@@ -1,0 +1,32 @@
+"""Last-layer Monte Carlo dropout at one exit: logits under masks that drop features and scale up those that stay."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from exitwise.calibration.mc_softmax import chunks
+from exitwise.calibration.trace import HeadWeights
+from exitwise.core.memory import align_fields
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """S masks of one exit's p features, drawn once and shared by all samples."""
+
+    rate: float
+    masks: Tensor  # (S, p) of bool: the features that stay
+
+    def __post_init__(self) -> None:
+        align_fields(self, "masks")
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """(S, p) what features are multiplied by: 0 or 1 / (1 - rate)."""
+        return self.masks.float() / (1 - self.rate)
+
+    def sampled(self, head: HeadWeights, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Logits (m, S, c) of features (n, p) under every mask, chunk by chunk."""
+        for part in chunks(len(features), self.masks.numel() + len(self.masks) * len(head.weight)):
+            yield part, head.logits(features[part, None] * self.factors)

@@ -1,0 +1,271 @@
+"""The trace: what is left of a net and its data once the net has run, and all that calibration needs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from re import search
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitwise.calibration.laplace import Curvature
+from exitwise.core import tensorfiles
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.memory import align_fields
+from exitwise.core.seeds import generator_of
+
+FORMAT, VERSION = "exitwise.trace", 1
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Samples as every exit sees them: features K x (n, p_k), labels (n,), and where in the data set they are (n,)."""
+
+    features: tuple[Tensor, ...]
+    labels: Tensor
+    index: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        align_fields(self, "features", "labels", "index")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Split({len(self)} samples, {len(self.features)} exits)"
+
+    def take(self, samples: Tensor) -> "Split":
+        """Some of the samples, by their positions (m,) or a mask (n,)."""
+        index = None if self.index is None else self.index[samples]
+        return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The last layer of one exit: weight (c, p), bias (c,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __post_init__(self) -> None:
+        align_fields(self, "weight", "bias")
+
+    def single(self) -> "HeadWeights":
+        """The same in float32."""
+        return HeadWeights(self.weight.float(), None if self.bias is None else self.bias.float())
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(n, c) from features (n, p), in float32 whatever they were kept in."""
+        single = self.single()
+        return torch.nn.functional.linear(features.float(), single.weight, single.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Features, labels, head weights, curvature and costs of one net on one data set.
+
+    `heads` (K,) are the last layers: weight (c, p_k), bias (c,) or None. `curvature` (K,) are sums over the training
+    samples, how many being `n`: `A` (p_k + 1, p_k + 1), or (p_k, p_k) without a bias, and `B` (c, c). `costs` are K
+    numbers, `classes` c names.
+    """
+
+    val: Split
+    test: Split | None
+    heads: tuple[HeadWeights, ...]
+    curvature: tuple[Curvature, ...]
+    costs: Costs
+    classes: tuple[str, ...] | None = None
+    model: Mapping[str, Any] | None = None
+    budget_range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise InputError(f"the trace is not usable: {problem}")
+
+    @property
+    def num_exits(self) -> int:
+        """K, the number of exits."""
+        return len(self.heads)
+
+    @property
+    def num_classes(self) -> int:
+        """c, the number of classes."""
+        return len(self.heads[0].weight)
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that the net was built from; None for a net of the user's own."""
+        name = (self.model or {}).get("preset")
+        return None if name is None else str(name)
+
+    def __repr__(self) -> str:
+        test = f", {len(self.test)} test" if self.test else ""
+        name = self.preset or "own net"
+        return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
+
+    def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:
+        """The trace with fewer validation samples, and those, a share of all n: for a certificate, which takes samples
+        that neither temperature, prior nor thresholds have seen."""
+        held = round(len(self.val) * share) if 0 < share < 1 else 0
+        if not 0 < held < len(self.val):
+            raise InputError(f"`share` must leave and take some of {len(self.val)} samples, but got {share!r}")
+        order = torch.randperm(len(self.val), generator=generator_of(seed))
+        hold, rest = order[:held].sort().values, order[held:].sort().values
+        return replace(self, val=self.val.take(rest)), self.val.take(hold)
+
+    def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write everything to one safetensors file; features as float32, or as float16 to halve it."""
+        if dtype not in (torch.float32, torch.float16):
+            raise InputError(f"`dtype` must be torch.float32 or torch.float16, but got {dtype}")
+        tensors = {"costs": torch.tensor(self.costs.values, dtype=torch.float64)}
+        tensors["curvature.n"] = torch.tensor([self.curvature[0].n])
+        for name, split in (("val", self.val), ("test", self.test)):
+            if split is None:
+                continue
+            tensors |= {f"{name}.features.{k}": x.to(dtype) for k, x in enumerate(split.features)}
+            tensors[f"{name}.labels"] = split.labels
+            if split.index is not None:
+                tensors[f"{name}.index"] = split.index
+        for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=True)):
+            tensors |= {
+                f"head.{k}.weight": head.weight,
+                f"curvature.{k}.A": curvature.A,
+                f"curvature.{k}.B": curvature.B,
+            }
+            if head.bias is not None:
+                tensors[f"head.{k}.bias"] = head.bias
+        overflown = next((key for key, value in tensors.items() if not tensorfiles.finite(value)), None)
+        if overflown:
+            raise InputError(f"{overflown} holds values beyond float16; save the trace as float32")
+        metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
+        metadata |= {"unit": self.costs.unit} if self.costs.unit != "MACs" else {}
+        given = {key: value for key, value in metadata.items() if value is not None}
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, given)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read and check a trace; every way in which it may be broken is an `InputError` that names the file."""
+        return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
+        _expect("costs", tensors["costs"], (torch.float64,), 1)
+        _expect("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
+        for name in [key for key in tensors if key.endswith((".labels", ".index"))]:
+            _expect(name, tensors[name], (torch.int64,), 1)
+        for name in [key for key in tensors if key.startswith("head.")]:
+            _expect(name, tensors[name], (torch.float32, torch.float16, torch.float64), 1 + name.endswith("weight"))
+        if len(tensors["curvature.n"]) != 1:
+            raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
+        exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
+        beyond = next((key for key in tensors if (m := search(r"\.(\d{1,9})(\.|$)", key)) and int(m[1]) >= exits), None)
+        if beyond:
+            raise InputError(f"it holds {beyond!r}, but costs of {exits} exits only")
+        for k in range(exits):
+            for factor in "AB":
+                _expect(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)
+
+        def split(name: str) -> Split:
+            features = tuple(tensors[f"{name}.features.{k}"] for k in range(exits))
+            return Split(features, tensors[f"{name}.labels"], tensors.get(f"{name}.index"))
+
+        return cls(
+            val=split("val"),
+            test=split("test") if "test.labels" in tensors else None,
+            heads=tuple(HeadWeights(tensors[f"head.{k}.weight"], tensors.get(f"head.{k}.bias")) for k in range(exits)),
+            curvature=tuple(
+                Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits)
+            ),
+            costs=Costs(tuple(tensors["costs"].tolist()), metadata.get("unit", "MACs")),
+            classes=_names(metadata.get("classes")),
+            model=_model(metadata.get("model")),
+            budget_range=_range(metadata.get("budget_range")),
+        )
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong, in words; nothing for a good trace."""
+        exits = len(self.heads)
+        if not len(self.curvature) == len(self.costs) == exits:
+            yield f"{exits} heads, {len(self.curvature)} curvatures, {len(self.costs)} costs: one each per exit wanted"
+        c = len(self.heads[0].weight)
+        for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=False)):
+            yield from self._exit_problems(k, head, curvature, c)
+        if len({curvature.n for curvature in self.curvature}) != 1 or self.curvature[0].n < 1:
+            yield f"curvature.n must be one positive number for all exits, but is {[x.n for x in self.curvature]}"
+        if self.classes is not None and len(self.classes) != c:
+            yield f"{len(self.classes)} class names for {c} classes"
+        for name, split in (("val", self.val), ("test", self.test)):
+            if split is not None:
+                yield from self._split_problems(name, split, c)
+
+    def _exit_problems(self, k: int, head: HeadWeights, curvature: Curvature, c: int) -> Iterator[str]:
+        shape = tuple(head.weight.shape)
+        if len(shape) != 2 or shape[0] != c or c < 2:
+            yield f"head.{k}.weight must be (classes, features) with {c} >= 2 classes at every exit, but is {shape}"
+        q = shape[1] + (head.bias is not None)
+        expected = {f"head.{k}.weight": (head.weight, shape), f"curvature.{k}.A": (curvature.A, (q, q))}
+        expected[f"curvature.{k}.B"] = (curvature.B, (c, c))
+        if head.bias is not None:
+            expected[f"head.{k}.bias"] = (head.bias, (c,))
+        for name, (tensor, size) in expected.items():
+            if tuple(tensor.shape) != size:
+                yield f"{name} must have shape {size}, but has {tuple(tensor.shape)}"
+            if not tensor.is_floating_point():
+                yield f"{name} must hold floating-point numbers, but holds {tensor.dtype}"
+            if not tensorfiles.finite(tensor):
+                yield f"{name} holds values that are not finite"
+        for name, factor in (("A", curvature.A), ("B", curvature.B)):
+            if not torch.allclose(factor, factor.T, rtol=1e-4, atol=1e-6 * float(factor.abs().max())):
+                yield f"curvature.{k}.{name} must be symmetric, but is not"
+
+    def _split_problems(self, name: str, split: Split, c: int) -> Iterator[str]:
+        n = len(split.labels)
+        if split.labels.dim() != 1 or split.labels.dtype != torch.int64 or n == 0:
+            found = f"{split.labels.dtype} {tuple(split.labels.shape)}"
+            yield f"{name}.labels must be a non-empty row of int64, but is {found}"
+        low, high = int(split.labels.min()), int(split.labels.max())
+        if low < 0 or high >= c:
+            yield f"{name}.labels must lie in 0..{c - 1}, but reach from {low} to {high}"
+        if split.index is not None and tuple(split.index.shape) != (n,):
+            yield f"{name}.index must have shape {(n,)}, but has {tuple(split.index.shape)}"
+        if len(split.features) != len(self.heads):
+            yield f"{name}.features must be there for {len(self.heads)} exits, but are for {len(split.features)}"
+        for k, (features, head) in enumerate(zip(split.features, self.heads, strict=False)):
+            size = (n, head.weight.shape[1])
+            if tuple(features.shape) != size:
+                yield f"{name}.features.{k} must have shape {size}, but has {tuple(features.shape)}"
+            if features.dtype not in (torch.float16, torch.float32, torch.float64):
+                yield f"{name}.features.{k} must be float16 or float32, but is {features.dtype}"
+            if not tensorfiles.finite(features):
+                where = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
+                yield f"{name}.features.{k} holds a value that is not finite, first in sample {where}"
+
+
+def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
+    if tensor.dtype not in dtypes or tensor.dim() != dims or tensor.numel() == 0:
+        raise InputError(f"{name} must be {dims}-dimensional {dtypes[0]}, but is {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError("`classes` in the header must be a list of names")
+    return tuple(value)
+
+
+def _model(value: Any) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"`model` in the header must be an object, but is {value!r}")
+    return value
+
+
+def _range(value: Any) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    numbers = isinstance(value, list) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
+    if not numbers or not 0 <= value[0] < value[1] < 1e300:
+        raise InputError(f"`budget_range` in the header must be two growing numbers, but is {str(value)[:80]}")
+    return (float(value[0]), float(value[1]))

@@ -1,0 +1,1 @@
+"""Errors, checks, files, costs and predictions: shared by all packages."""

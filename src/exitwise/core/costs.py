@@ -1,0 +1,59 @@
+"""Costs with their unit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from exitwise.core.errors import InputError
+
+UNITS = ("MACs", "ms")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cumulative cost of a sample that leaves at exit k: `values` (K,) that grow, with their unit ("MACs" or "ms")."""
+
+    values: tuple[float, ...]
+    unit: str = "MACs"
+
+    def __post_init__(self) -> None:
+        try:
+            values = tuple(float(value) for value in self.values)
+        except (OverflowError, TypeError, ValueError):
+            raise InputError(
+                f"`costs` must be positive, finite numbers, one per exit, but got {self.values!r}"
+            ) from None
+        object.__setattr__(self, "values", values)
+        if not values or not all(1e-100 < value < 1e100 for value in values):  # so that sums and ratios are numbers too
+            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
+        if any(later <= earlier for earlier, later in pairwise(values)):
+            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
+        if self.unit not in UNITS:
+            raise InputError(f"`unit` must be one of {', '.join(UNITS)}, but got {self.unit!r}")
+
+    @classmethod
+    def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
+        """Costs as they are, or a plain sequence of cumulative MACs (K,)."""
+        try:
+            return costs if isinstance(costs, Costs) else cls(tuple(costs))
+        except TypeError:
+            raise InputError(f"`costs` must be Costs or a sequence of numbers, but got {costs!r}") from None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def check_budget(self, budget: Any) -> None:
+        """Refuse what no policy can cost, and say what can be."""
+        low, high = self.values[0], self.values[-1]
+        if not is_number(budget) or not low <= budget <= high:
+            raise InputError(
+                f"`budget` must lie between the cost of the first exit and that of the last, "
+                f"{low:.10g} to {high:.10g} {self.unit}, but got {budget}"
+            )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

@@ -1,0 +1,104 @@
+"""Tensors in safetensors files, with a header that names our format and version."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from exitwise.core.errors import InputError
+from exitwise.core.files import replacing
+
+T = TypeVar("T")
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], format: str, version: int, metadata: Mapping[str, Any]) -> None:
+    """Write tensors of any device as safetensors; several may share memory, as tied weights do.
+
+    The header names our format and version, and holds `metadata` value by value as JSON.
+    """
+    header = {"format": format, "version": str(version)}
+    header |= {key: json.dumps(value) for key, value in metadata.items()}
+    with replacing(path) as temporary:
+        try:
+            save_file(_separate(tensors), temporary, metadata=header)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(f"{path} could not be written: {error}") from None
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, each with memory of its own: the file format cannot express sharing."""
+    separate, storages = {}, set()
+    for key, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        separate[key] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return separate
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read all tensors of a safetensors file, and its header.
+
+    Each tensor gets memory of its own, contiguous and aligned (see `memory`), and is read into it from the file, so
+    that nothing is held twice and nothing changes when the file does. The library checks the file; the views that it
+    offers start wherever the header happens to end.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as checked, path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(size))
+            tensors = {}
+            for key in checked.keys():  # noqa: SIM118
+                tensors[key] = torch.empty_like(checked.get_tensor(key), memory_format=torch.contiguous_format)
+                data = tensors[key].reshape(-1).view(torch.uint8).numpy().data
+                start, end = entries[key]["data_offsets"]
+                file.seek(8 + size + start)
+                if end - start != len(data) or file.readinto(data) != len(data):
+                    raise InputError(f"{path} changed while it was read")
+            return tensors, dict(checked.metadata() or {})
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def check_format(path: Path, header: Mapping[str, str], format: str, version: int) -> dict[str, Any]:
+    """Refuse another format or a later version; the header's other entries, decoded."""
+    if header.get("format") != format:
+        raise InputError(f"{path} must be of format {format!r}, but its header says {header.get('format')!r}")
+    if header.get("version") != str(version):
+        raise InputError(
+            f"{path} has version {header.get('version')!r} of {format}, but this exitwise reads version {version}"
+        )
+    try:
+        return {key: json.loads(value) for key, value in header.items() if key not in ("format", "version")}
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{path} has a header that is not valid JSON: {error}") from None
+
+
+def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tensor], dict[str, Any]], T]) -> T:
+    """What `build` makes of a file's tensors and header; what it misses or refuses is an error that names the file."""
+    tensors, header = read(path)
+    metadata = check_format(path, header, format, version)
+    try:
+        return build(tensors, metadata)
+    except KeyError as error:
+        raise InputError(f"{path} lacks {error.args[0]!r}") from None
+    except (
+        AttributeError,
+        TypeError,
+        InputError,
+    ) as error:  # of headers with other kinds of data in them
+        raise InputError(f"{path} is not usable: {error}") from None
+
+
+def finite(tensor: Tensor) -> bool:
+    """Return whether every value is a number; integer tensors always are. In one pass, without temporaries."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(tensor.detach()))  # a NaN becomes both bounds

@@ -1,0 +1,76 @@
+"""Fashion-MNIST in IDX files: a header of big-endian numbers, then bytes. Plain or gzipped."""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from exitwise.core.errors import InputError
+from exitwise.data.archives import Archive, missing
+from exitwise.data.images import ImageSet
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
+
+MEAN, STD = (0.2860,), (0.3530,)
+_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_SERVER = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+ARCHIVES = tuple(
+    Archive(name, f"{_SERVER}/{name}", md5)
+    for name, md5 in {
+        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    }.items()
+)
+
+
+def load(root: Path | None) -> tuple[ImageSet, ImageSet]:
+    """Train and test from ROOT, or from where Debian puts them."""
+    place = root or DEBIAN
+    if _file(place, "train-images-idx3-ubyte") is None:
+        raise missing(place, ARCHIVES, "train-images-idx3-ubyte")
+    return _set(place, "train"), _set(place, "t10k")
+
+
+def _file(place: Path, name: str) -> Path | None:
+    """Plain or gzipped, also in the folder where torchvision keeps it."""
+    folders = (place, place / "FashionMNIST" / "raw")
+    names = (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".gz"))
+    return next((path for path in names if path.is_file()), None)
+
+
+def _set(place: Path, part: str) -> ImageSet:
+    pixels = _idx(place, f"{part}-images-idx3-ubyte", dimensions=3)
+    labels = _idx(place, f"{part}-labels-idx1-ubyte", dimensions=1)
+    if pixels.shape[1:] != (28, 28):
+        raise InputError(f"{place}: {part} images must be 28 x 28, but are {pixels.shape[1]} x {pixels.shape[2]}")
+    if len(pixels) != len(labels):
+        raise InputError(f"{place}: {part} must have a label per image, but has {len(labels)} for {len(pixels)}")
+    if labels.max() >= len(_CLASSES):
+        raise InputError(f"{place}: {part} labels must be 0..{len(_CLASSES) - 1}, but go up to {labels.max()}")
+    known = torch.from_numpy(labels.astype(np.int64))
+    images = torch.from_numpy(pixels.copy())[:, None]
+    return ImageSet(images, known, torch.arange(len(known)), _CLASSES, MEAN, STD)
+
+
+def _idx(place: Path, name: str, dimensions: int) -> np.ndarray:
+    file = _file(place, name)
+    if file is None:
+        raise InputError(f"{place / name}.gz does not exist")
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{file} is not a whole gzip file: {error}") from None
+    header = 4 + 4 * dimensions
+    if len(data) < header or data[:4] != bytes([0, 0, 8, dimensions]):
+        raise InputError(f"{file} must be an IDX file of bytes with {dimensions} dimensions, but does not begin so")
+    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", dimensions, offset=4))
+    if not shape[0] or len(data) - header != int(np.prod(shape, dtype=np.int64)):
+        raise InputError(f"{file} must hold {shape} bytes after its header, but has {len(data) - header}: cut off?")
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)

@@ -1,0 +1,1 @@
+"""Metrics, budgeted evaluation, and the tables of the paper."""

@@ -1,0 +1,1 @@
+"""Add exits to any module."""

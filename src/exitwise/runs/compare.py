@@ -1,0 +1,231 @@
+"""Every strategy beside the paper's public rule, on test data that nothing was fitted on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from exitwise.runs import policies
+from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
+from exitwise.policies.certificate import Certificate, NotCertifiedError
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.evaluation.evaluate import Outcomes
+from exitwise.policies.fit import check_request
+from exitwise.calibration.methods import NEEDS_DRAWS, Method
+from exitwise.policies.policy import Policy, sweep, written
+from exitwise.core.predictions import Array, Predictions
+from exitwise.core.results import Result
+from exitwise.runs.run import Run
+from exitwise.policies.scores import scores
+from exitwise.calibration.trace import Trace
+from exitwise.calibration.tuning import Tuner
+
+PUBLIC, CERTIFIED = "public", "certified"
+STRATEGIES = ("geometric", "optimized", "label_free", "auto")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PolicyRow(Result):
+    """One policy: what was asked, what it costs on validation and test data, and what it gets on test data.
+
+    `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the accuracy beyond
+    that of the public rule at the same test cost, between its two nearest policies; None for that rule itself, and for
+    costs that it does not reach.
+    """
+
+    method: str
+    score: str
+    strategy: str
+    chosen: str | None
+    budget: float
+    val_cost: float
+    test_cost: float
+    top1: float
+    nlpd: float
+    ece: float
+    gain: float | None
+    gap: float | None
+    intervals: dict[str, tuple[float, float]]
+    exit_shares: tuple[float, ...]
+    thresholds: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "thresholds": written(self.thresholds)}
+
+
+@dataclass(frozen=True)
+class PolicyTable(Result):
+    """Rows by method, score and budget."""
+
+    rows: tuple[PolicyRow, ...]
+    unit: str
+    full_cost: float
+    objective: str
+    certify: float | None
+    repeats: int
+    samples: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[PolicyRow]:
+        return iter(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "rows": [row.to_dict() for row in self.rows]}
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [record for row in self.rows for record in row._records()]
+
+
+def budgets(costs: Costs, number: int) -> list[float]:
+    """Spread over the whole range, its ends left out: there every strategy is the same."""
+    low, high = costs.values[0], costs.values[-1]
+    return [float(value) for value in np.linspace(low, high, number + 2)[1:-1]] if high > low else [high]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be compared."""
+
+    budgets: tuple[float, ...]
+    methods: tuple[Method, ...]
+    scores: tuple[str, ...] = ("confidence",)
+    objective: str = "accuracy"
+    certify: float | None = 0.05
+    repeats: int = 1000
+
+    def run(self, run: Run, trace: Trace, costs: Costs, progress: Progress = lambda done, total: None) -> PolicyTable:
+        """Calibrate and fit on the validation split (certified rows: on half of it), measure on the test split."""
+        if trace.test is None:
+            raise InputError(f"the trace of {run.directory} has no test split to compare on")
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
+            raise InputError(f"`repeats` must be a whole number of at least 1, but got {self.repeats!r}")
+        for budget in self.budgets:
+            for score in self.scores:
+                check_request(costs, budget, "auto", score, self.objective)
+        certificate = None if self.certify is None else Certificate(self.certify)
+        pairs = [(method, score) for method in dict.fromkeys(self.methods) for score in dict.fromkeys(self.scores)]
+        possible = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
+        if len(possible) < len(pairs) and len(set(self.scores)) == 1:
+            raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
+        tuner, bootstrap = Tuner(trace), Bootstrap(len(trace.test), self.repeats)
+        rows: list[PolicyRow] = []
+        notes: list[str] = []
+        samples: dict[str, Any] = {}
+        sure: policies.Tuned | None = None
+        for number, (method, score) in enumerate(possible):
+            progress(number, len(possible))
+            if number == 0 or possible[number - 1][0] != method:
+                made = policies.tuned(run, tuner, method, None)
+                test = made.calibration.predict(trace.test)
+                if certificate is not None:
+                    sure = policies.tuned(run, tuner, method, certificate)
+                    sure_test = sure.calibration.predict(trace.test)
+                    sure_outcomes = Outcomes.of(sure_test, trace.test.labels.numpy())
+            public_rule = sweep(made.preds, costs=costs, score=score)
+            judge = _Judge(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
+            requests = {name: policies.Request(name, score, self.objective) for name in STRATEGIES}
+            guaranteed = replace(requests["auto"], certificate=certificate)
+            for budget in dict.fromkeys(self.budgets):
+                public = judge.public_for(budget)
+                if public is None:
+                    least = f"{budget:.6g} {costs.unit} or less"
+                    notes.append(f"{method.name}, by {score}: the public rule has no policy for {least}.")
+                else:
+                    rows.append(judge.row(method.name, PUBLIC, public, budget))
+                for name, request in requests.items():
+                    rows.append(judge.row(method.name, name, made.policy(costs, budget, request), budget))
+                if sure is not None:
+                    try:
+                        certified = sure.policy(costs, budget, guaranteed)
+                    except NotCertifiedError as error:
+                        notes.append(f"{method.name}, by {score}: {error}.")
+                        continue
+                    rows.append(judge.row(method.name, CERTIFIED, certified, budget, (sure_test, sure_outcomes)))
+                    samples = sure.samples
+        progress(len(possible), len(possible))
+        samples = {
+            "all but certified": {"split": "val", "samples": len(trace.val)},
+            **({"certified": samples} if samples else {}),
+            **policies.tested_on(trace),
+        }
+        return PolicyTable(
+            rows=tuple(rows),
+            unit=costs.unit,
+            full_cost=costs.values[-1],
+            objective=self.objective,
+            certify=self.certify,
+            repeats=self.repeats,
+            samples=samples,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+
+class _Judge:
+    """What policies do on the test samples of one method, beside the public rule's."""
+
+    def __init__(
+        self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap
+    ) -> None:
+        self._preds, self._public = preds, public
+        self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
+        self._outcomes = Outcomes.of(preds, labels)
+        self._all = np.arange(len(labels))
+        table = scores(preds, public[0].score)
+        exits = [policy.exits_by(table) for policy in public]
+        order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
+        self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])
+        self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
+
+    def public_for(self, budget: float) -> Policy | None:
+        """The dearest of the public rule's policies that kept to the budget on validation data, if any did."""
+        within = [policy for policy in self._public if policy.cost is not None and policy.cost <= budget]
+        return max(within, key=lambda policy: policy.cost or 0.0) if within else None
+
+    def row(
+        self,
+        method: str,
+        strategy: str,
+        policy: Policy,
+        budget: float,
+        other: tuple[Predictions, Outcomes] | None = None,
+    ) -> PolicyRow:
+        """A policy's row; `other` is what another calibration says, if the policy is about that."""
+        preds, outcomes = other or (self._preds, self._outcomes)
+        exits = policy.exits(preds)
+        table = columns(outcomes, exits, self._costs)
+        cost, right = table[:, 0], table[:, 1]
+        public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
+        gain = np.zeros_like(right) if public is None else right - public
+        found = outcomes.metrics(exits)
+        drawn = self._bootstrap.metrics(table)
+        intervals = {name: interval(values) for name, values in drawn.items() if name != "top5"}
+        if public is not None:
+            intervals["gain"] = interval(self._bootstrap.means(gain[:, None])[:, 0])
+        return PolicyRow(
+            method=method,
+            score=policy.score,
+            strategy=strategy,
+            chosen=policy.fit.chosen if policy.fit else None,
+            budget=budget,
+            val_cost=float(policy.cost or 0.0),
+            test_cost=float(cost.mean()),
+            **{name: found[name] for name in ("top1", "nlpd", "ece")},
+            gain=None if public is None else float(gain.mean()),
+            gap=policy.fit.gap if policy.fit else None,
+            intervals=intervals,
+            exit_shares=tuple((np.bincount(exits, minlength=len(self._costs)) / len(exits)).tolist()),
+            thresholds=policy.thresholds,
+        )
+
+    def _public_at(self, cost: float) -> Array | None:
+        """(n,) how often the public rule is right on each sample at a cost, by chance between its nearest policies."""
+        costs = self._public_costs
+        if not costs[0] * (1 - 1e-9) <= cost <= costs[-1] * (1 + 1e-9):
+            return None
+        above = int(np.searchsorted(costs, cost).clip(1, len(costs) - 1))
+        low, high = costs[above - 1], costs[above]
+        share = float(np.clip((cost - low) / (high - low), 0, 1)) if high > low else 1.0
+        return np.asarray((1 - share) * self._public_right[above - 1] + share * self._public_right[above])

@@ -1,0 +1,146 @@
+"""From picture files to rows: what `exitwise predict` does, whoever classifies."""
+
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from exitwise.policies.controller import BudgetController
+from exitwise.data.folders import SUFFIXES, picture, require_pillow
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Array
+from exitwise.core.preprocessing import Preprocessing
+from exitwise.runtime.engine import Answer
+
+FIELDS = ("image", "predicted", "label", "confidence", "exit", "cost", "error")
+
+
+class Streaming(Protocol):
+    """A `Classifier` or an ONNX `Session`."""
+
+    def stream(
+        self, images: Iterable[Any], batch_size: int = 64, *, controller: BudgetController | None = None
+    ) -> Iterator[Answer]: ...
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Names of pictures, and how many there are where that is known."""
+
+    names: Iterable[str]
+    total: int | None
+
+
+def listing(arguments: Sequence[str]) -> Listing:
+    """Files as they are given, the pictures in folders, and for - the lines of stdin."""
+    require_pillow()
+    if "-" in arguments:
+        if len(arguments) > 1:
+            raise InputError("- reads the list of pictures from stdin: it cannot stand beside other names")
+        return Listing(_lines(), None)
+    names = [name for argument in arguments for name in (_inside(argument) if Path(argument).is_dir() else [argument])]
+    return Listing(names, len(names))
+
+
+def _lines() -> Iterator[str]:
+    for line in sys.stdin.buffer:
+        if name := os.fsdecode(line.rstrip(b"\r\n")):
+            yield name
+
+
+def _inside(folder: str) -> list[str]:
+    """The pictures in a folder and those below it, in the order of their names."""
+    found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not found:
+        raise InputError(f"{folder} holds no pictures")
+    return [str(path) for path in found]
+
+
+def readable(name: str, preprocessing: Preprocessing) -> Array | InputError:
+    """The pixels of a file, or what is wrong with it."""
+    try:
+        pixels = picture(Path(name), preprocessing)
+    except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
+        return error if isinstance(error, InputError) else InputError(f"{name!r} is no file name")
+    if pixels.min() == pixels.max():
+        return InputError(f"{name} holds no picture: every pixel is {pixels.min()}")
+    return pixels
+
+
+@dataclass
+class Summary:
+    """What came out, in numbers."""
+
+    images: int = 0
+    errors: int = 0
+    cost: float = 0.0
+    exits: Counter[int] = field(default_factory=Counter)
+
+    def add(self, answer: Answer) -> None:
+        self.images += 1
+        if answer.error is not None:
+            self.errors += 1
+        elif answer.exit is not None and answer.cost is not None:
+            self.cost += answer.cost
+            self.exits[answer.exit] += 1
+
+    @property
+    def mean_cost(self) -> float | None:
+        answered = self.images - self.errors
+        return self.cost / answered if answered else None
+
+
+def predict(
+    classifier: Streaming,
+    names: Iterable[str],
+    preprocessing: Preprocessing,
+    classes: Sequence[str] | None,
+    batch_size: int,
+    summary: Summary,
+    probs: bool = False,
+    controller: BudgetController | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for each picture, in their order; `summary` is kept up to date."""
+    waiting: deque[str] = deque()  # names whose answers have not come yet: as many as the stream holds
+
+    def images() -> Iterator[Array | InputError]:
+        for name in names:
+            waiting.append(name)
+            yield readable(name, preprocessing)
+
+    for answer in classifier.stream(images(), batch_size, controller=controller):
+        summary.add(answer)
+        row = _row(waiting.popleft(), answer, classes)
+        if probs:
+            row["probs"] = None if answer.probs is None else np.round(answer.probs.astype(float), 7).tolist()
+        yield row
+
+
+def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, Any]:
+    predicted, confidence, cost = answer.predicted, answer.confidence, answer.cost
+    said = (
+        predicted,
+        None if predicted is None or classes is None else classes[predicted],
+        None if confidence is None else round(confidence, 6),
+        answer.exit,
+        int(cost) if cost is not None and cost.is_integer() else cost,
+        answer.error,
+    )
+    return dict(zip(FIELDS, (name, *said), strict=True))
+
+
+def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) -> tuple[Iterator[str], int]:
+    """The names that have no row yet, and how many have; the rows must be those of the first names."""
+    left = iter(names)
+    count = 0
+    for row in done:
+        count += 1
+        if (name := next(left, None)) != row["image"]:
+            other = "there are no more pictures" if name is None else f"picture {count} is {name}"
+            raise InputError(f"{path}: row {count} is of {row['image']}, but {other}: not the list it was made from")
+    return left, count

@@ -1,0 +1,135 @@
+"""Rows in a CSV or JSONL file that stays valid whatever happens: whole rows only, and a file can be gone on with."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from exitwise.core.errors import InputError
+
+
+class Format(Protocol):
+    """How rows become bytes and back."""
+
+    def header(self, fields: Sequence[str]) -> bytes: ...
+    def row(self, row: Mapping[str, Any]) -> bytes: ...
+    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """The records of a file, without one at its end that was cut off."""
+        ...
+
+    def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]: ...
+
+
+class Csv:
+    """Comma-separated, with a first row of names. File names may be any bytes, line ends among them."""
+
+    def header(self, fields: Sequence[str]) -> bytes:
+        return self._line(fields)
+
+    def row(self, row: Mapping[str, Any]) -> bytes:
+        return self._line(["" if value is None else value for value in row.values()])
+
+    def _line(self, values: Iterable[Any]) -> bytes:
+        text = io.StringIO(newline="")
+        words = [str(value) for value in values]
+        quoted = any("\r" in word for word in words)  # which `csv` does not take for the end of a line by itself
+        csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(words)
+        return text.getvalue().encode(errors="surrogateescape")
+
+    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        record = b""
+        for line in lines:
+            record += line
+            if record.endswith(b"\n") and record.count(b'"') % 2 == 0:  # a name in quotes may hold the end of a line
+                yield record
+                record = b""
+
+    def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]:
+        values = next(csv.reader(io.StringIO(record.decode(errors="surrogateescape"), newline="")), [])
+        if len(values) != len(fields):
+            raise ValueError
+        return dict(zip(fields, values, strict=True))
+
+
+class Jsonl:
+    """A JSON object in every line."""
+
+    def header(self, fields: Sequence[str]) -> bytes:
+        return b""
+
+    def row(self, row: Mapping[str, Any]) -> bytes:
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        return (line for line in lines if line.endswith(b"\n"))
+
+    def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]:
+        row = json.loads(record)
+        if not isinstance(row, dict) or not set(fields) <= set(row):
+            raise ValueError
+        return row
+
+
+FORMATS: Mapping[str, Format] = {"csv": Csv(), "jsonl": Jsonl()}
+
+
+class RowFile:
+    """A file that rows are added to. A row that could not be written whole is taken back."""
+
+    def __init__(self, path: Path, format: Format, fields: Sequence[str], resume: bool = False) -> None:
+        self.path, self._format, self._fields = path, format, fields
+        exists = path.exists() and path.stat().st_size > 0
+        self._end = self._whole_size() if exists and resume else 0
+        self._file = path.open("r+b" if path.exists() else "xb", buffering=0)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+        if not self._end:
+            self._write(format.header(fields))
+
+    def _whole_size(self) -> int:
+        """Up to where the file holds whole rows."""
+        with self.path.open("rb") as file:
+            return sum(len(record) for record in self._format.whole(file))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Those that were there already."""
+        header = self._format.header(self._fields)
+        with self.path.open("rb") as file:
+            if file.read(len(header)) != header:
+                raise InputError(f"{self.path} does not begin with the columns {', '.join(self._fields)}")
+            for number, record in enumerate(self._format.whole(file), start=1):
+                try:
+                    yield self._format.read(record, self._fields)
+                except (ValueError, csv.Error):
+                    raise InputError(f"{self.path}: row {number} is not one of ours") from None
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._write(b"".join(self._format.row({name: row[name] for name in self._fields}) for row in rows))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            place = 0
+            while place < len(data):
+                place += self._file.write(data[place:]) or 0
+        except BaseException as error:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
+            raise
+        self._end += len(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
+        self._file.close()

@@ -1,0 +1,193 @@
+"""A run: a directory that holds what the commands left, and what made it."""
+
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from exitwise.core.version import __version__
+from exitwise.core import tensorfiles
+from exitwise.calibration.calibration import Calibration
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.files import read_json, write_json
+from exitwise.calibration.methods import Method
+from exitwise.policies.policy import Policy
+from exitwise.calibration.trace import Trace
+
+FORMAT, VERSION = "exitwise.run", 1
+
+
+def _may_be_attached(attach: Any) -> bool:
+    """Whether a spec may say this of the exits that were put on a model: nothing, or where they are."""
+    if attach is None:
+        return True
+    at = attach.get("at") if isinstance(attach, dict) else None
+    return isinstance(at, list) and all(isinstance(name, str) for name in at)
+
+
+class Run:
+    """An existing run; its files are read when asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not (self.directory / "run.json").is_file():
+            raise InputError(f"{self.directory} is not a run: it has no run.json")
+        self.about = read_json(self.directory / "run.json")
+        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
+            found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
+            raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
+        data = self.about.get("data")
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+            raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
+        if not isinstance(data.get("root"), str | None):
+            raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
+        model, training = self.about.get("model"), self.about.get("training")
+        if not isinstance(model, dict) or not _may_be_attached(model.get("attach")):
+            raise InputError(f"{self.directory / 'run.json'} must describe its model, but says {model!r}")
+        described = isinstance(training, dict) and isinstance(training.get("recipe"), dict | None)
+        if training is not None and not described:
+            raise InputError(f"{self.directory / 'run.json'} must describe its training, but says {training!r}")
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def net_file(self) -> Path:
+        return self.directory / "net.safetensors"
+
+    @property
+    def split_file(self) -> Path:
+        return self.directory / "split.safetensors"
+
+    @property
+    def trace_file(self) -> Path:
+        return self.directory / "trace.safetensors"
+
+    def calibration_file(self, method: Method) -> Path:
+        return self.directory / "calibrations" / f"{method.slug}.safetensors"
+
+    def training(self) -> dict[str, Any]:
+        """How the run's net is trained."""
+        found = self.about.get("training")
+        if not isinstance(found, dict):
+            raise InputError(f"{self.directory} was not made by training: there is nothing to go on with")
+        return found
+
+    def trace(self) -> Trace:
+        if not self.trace_file.is_file():
+            raise InputError(f"{self.directory} has no trace yet: run `exitwise collect {self.directory}` first")
+        trace = Trace.load(self.trace_file)
+        if self.net_file.is_file():
+            weights, _ = tensorfiles.read(self.net_file)
+            for k, head in enumerate(trace.heads):
+                if not torch.equal(head.weight, weights.get(f"heads.{k}.last.weight", torch.empty(0)).float()):
+                    raise InputError(
+                        f"{self.trace_file} was made from another state of the net than {self.net_file.name}: "
+                        f"run `exitwise collect {self.directory} --force`"
+                    )
+        return trace
+
+    def calibration(self, method: Method) -> Calibration | None:
+        """The saved calibration by this method, if there is one."""
+        file = self.calibration_file(method)
+        return Calibration.load(file) if file.is_file() else None
+
+    def forget(self) -> None:
+        """Remove what was made from an earlier trace."""
+        shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
+        for name in ("policy.json", "results.json", "bench.json"):
+            (self.directory / name).unlink(missing_ok=True)
+
+    @property
+    def bench_file(self) -> Path:
+        return self.directory / "bench.json"
+
+    def measured_costs(self) -> Costs:
+        """Milliseconds up to each exit, as `exitwise bench` measured them on a machine."""
+        if not self.bench_file.is_file():
+            place = self.directory
+            raise InputError(f"{place} has no times yet: run `exitwise bench {place}` on the machine that it is for")
+        try:
+            return Costs(tuple(read_json(self.bench_file)["costs"]["values"]), "ms")
+        except (KeyError, TypeError, InputError) as error:
+            raise InputError(f"{self.bench_file} holds no usable costs ({error}): measure again") from None
+
+    def policy(self) -> Policy | None:
+        """The policy of the last evaluation, if there was one."""
+        file = self.directory / "policy.json"
+        return Policy.load(file) if file.is_file() else None
+
+    def save_policy(self, policy: Policy) -> None:
+        policy.save(self.directory / "policy.json")
+
+    def add_results(self, **results: Any) -> None:
+        """Put results beside those of other commands in results.json."""
+        file = self.directory / "results.json"
+        known = read_json(file) if file.is_file() else {"format": "exitwise.results", "version": 1}
+        write_json(file, {**known, **results})
+
+
+def describe(
+    model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The contents of run.json."""
+    about = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
+    return {**about, **({"training": dict(training)} if training else {}), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Of what decides results."""
+    found = {"exitwise": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    return {**found, "python": platform.python_version()}
+
+
+@contextmanager
+def creating(
+    directory: str | Path, force: bool = False, marker: str = "run.json", what: str = "a run"
+) -> Iterator[Path]:
+    """A new folder to fill; it becomes the run when the block ends well, and vanishes otherwise.
+
+    An existing run is replaced only with `force`, and anything else that is there never. The file `marker` tells a run,
+    or whatever else is made, from other folders.
+    """
+    directory = Path(directory)
+    if directory.resolve() == Path.cwd().resolve():
+        raise InputError(f"{directory} is the current folder: name a folder inside it")
+    _check_free(directory, force, marker, what)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    except OSError as error:
+        raise InputError(f"{directory} cannot be made ({error.strerror}): choose another place") from None
+    try:
+        yield new
+        new.chmod(0o755)
+        _check_free(directory, force, marker, what)  # another command may have made it meanwhile
+        if directory.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
+            directory.rename(old / "run")
+            new.rename(directory)
+            shutil.rmtree(old)
+        else:
+            new.rename(directory)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _check_free(directory: Path, force: bool, marker: str, what: str) -> None:
+    """Refuse a place where something is that must not be replaced."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not (directory / marker).is_file():
+        raise InputError(f"{directory} exists and is not {what}: choose another place")
+    if not force:
+        raise InputError(f"{directory} already holds {what}: choose another place, or --force to replace it")

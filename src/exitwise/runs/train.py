@@ -1,0 +1,222 @@
+"""What the command `train` does: makes a run and trains its net, or goes on with one."""
+
+import logging
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exitwise import data, models
+from exitwise.runs.collect import FILE_SIZE, DataChoice, absolute, net_of, new_net, pictures
+from exitwise.core.errors import InputError, SharedError
+from exitwise.core.files import write_json
+from exitwise.training.history import History
+from exitwise.training.machine import Machine
+from exitwise.models.net import MultiExitNet
+from exitwise.core.distributed import by_first, rank
+from exitwise.training.recipes import Recipe, recipe_named
+from exitwise.runs.run import Run, creating, describe
+from exitwise.core.seeds import generator_of, seeded
+from exitwise.training.batch_sources import source_of
+from exitwise.training.loop import Trainer, Watcher, worth_compiling
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a training is asked to be; what is None is the data set's own, or the run's when it goes on."""
+
+    model: str | None = None
+    net: str | None = None
+    recipe: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int | None = None
+    compile: bool | None = None
+    precision: str | None = None
+
+    def made(self, known: data.DataSet) -> Recipe:
+        recipe = recipe_named(self.recipe or known.recipe)
+        if self.epochs is not None:
+            recipe = recipe.scaled(self.epochs)
+        changes = {"batch_size": self.batch_size, "lr": self.lr}
+        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a training is done with."""
+
+    machine: Machine
+    accumulate: int | None = None
+    workers: int = 0
+    checkpoint_minutes: float = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides a training's result, as run.json keeps it."""
+
+    recipe: Recipe
+    seed: int
+    compile: bool
+    precision: str
+    threads: int
+    parts: int  # of a batch: processes times parts that each takes one after the other
+    images: str  # a digest of the training pictures and their order
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def of(cls, run: Run) -> "Plan":
+        """The plan of a run, checked."""
+        kept = run.training()
+        kinds = {"seed": int, "compile": bool, "precision": str, "threads": int, "parts": int, "images": str}
+        for name, kind in kinds.items():
+            if not isinstance(kept.get(name), kind):
+                raise InputError(f"{run.directory / 'run.json'} must say the {name} of its training")
+        return cls(Recipe.from_dict(kept.get("recipe")), **{name: kept[name] for name in kinds})
+
+
+def train_new(
+    directory: Path, source: DataChoice, order: Order, means: Means, force: bool, watcher: Watcher
+) -> History:
+    """Make a run and train its net."""
+    known = data.data_set(source.name)
+    recipe = order.made(known)
+    seed = order.seed or 0
+    generator_of(seed)  # refuses what is no seed
+    preset = None if order.net else order.model or known.model
+    size = models.config(preset).input_shape[1] if preset else FILE_SIZE
+    fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
+    held, splits, about = source.load(size)
+    with seeded(seed):
+        net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
+    batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
+    compiled = worth_compiling(batches) if order.compile is None else order.compile
+    source_of(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
+    fabric.launch()
+    parts = fabric.world_size * (means.accumulate or 1)
+    precision, threads = means.machine.precision, torch.get_num_threads()
+    plan = Plan(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
+    trainer = _trainer(net, splits, plan, means, fabric, directory)
+    described = describe(net.spec or {"net": order.net}, about, plan.to_dict())
+    by_first(lambda: _make_run(directory, force, described, held))
+    return _run(trainer, means, watcher)
+
+
+def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
+    """Go on with the training of an existing run."""
+    run = Run(directory)
+    if run.training().get("freeze_backbone"):
+        raise InputError(f"{directory} had its heads trained alone, which cannot go on: train it again with --force")
+    plan = Plan.of(run)
+    _check_same(run, order, plan)
+    fabric = replace(means.machine, precision=plan.precision).fabric()
+    with seeded(plan.seed):
+        net = net_of(run, order.net)
+    splits = pictures(run, root)
+    if len(splits.train.classes) != net.num_classes:
+        found = len(splits.train.classes)
+        raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {found}")
+    if _digest(splits.train) != plan.images:
+        raise InputError(
+            f"{directory} cannot go on: its training pictures, or their order, have changed since it began"
+        )
+    fabric.launch()
+    if plan.threads != torch.get_num_threads():
+        now = torch.get_num_threads()
+        _log.warning("threads were %d and are %d now: the last bits may come out differently", plan.threads, now)
+    trainer = _trainer(net, splits, plan, means, fabric, directory)
+    if not by_first(lambda: _not_begun(trainer, directory)):
+        trainer.resume()
+    return _run(trainer, means, watcher)
+
+
+def _not_begun(trainer: Trainer, directory: Path) -> bool:
+    """Whether a run was interrupted before its first checkpoint, so that nothing was lost."""
+    return trainer.snapshots.newest() is None and not (directory / "history.csv").exists()
+
+
+def _digest(images: data.Pictures) -> str:
+    """Of pictures, labels, classes and their order."""
+    digest = blake2b(digest_size=16)
+    for part in (images.fingerprints(), images.labels):
+        digest.update(part.numpy().data)
+    digest.update("\n".join(images.classes).encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _trainer(
+    net: MultiExitNet,
+    splits: data.Splits[data.Pictures],
+    plan: Plan,
+    means: Means,
+    fabric: "Fabric",
+    directory: Path,
+) -> Trainer:
+    """A trainer in every process. Parts that processes do not take, each takes one after the other."""
+    source = source_of(splits.train, plan.recipe, plan.seed, means.workers)
+    val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
+    accumulate, left = divmod(plan.parts, fabric.world_size)
+    if left or means.accumulate not in (None, accumulate):
+        raise SharedError(
+            f"{directory} is trained in {plan.parts} parts per batch, which {fabric.world_size} processes"
+            f"{f' x {means.accumulate} parts' if means.accumulate else ''} do not make"
+        )
+    return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, accumulate, plan.compile)
+
+
+def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
+    trainer.checkpoint_minutes = means.checkpoint_minutes
+    trainer.watcher = watcher if rank() == 0 else Watcher()
+    history = trainer.run()
+    if rank() == 0:
+        history.plot(trainer.folder / "history.png")
+    return history
+
+
+def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.HoldOut) -> None:
+    with creating(directory, force) as new:
+        write_json(new / "run.json", about)
+        held.save(new / "split.safetensors")
+
+
+def same_data(run: Run, name: str) -> None:
+    """Refuse to go on with another data set than the run's."""
+    data.data_set(name)
+    if absolute(name) != run.about["data"]["name"]:
+        raise InputError(f"{run.directory} is trained on {run.about['data']['name']}, and cannot go on with {name}")
+
+
+def _check_same(run: Run, order: Order, plan: Plan) -> None:
+    """Refuse to go on as something else than the run is."""
+    recipe = plan.recipe
+    has = {
+        "model": (run.about.get("model") or {}).get("preset"),
+        "epochs": recipe.epochs,
+        "batch_size": recipe.batch_size,
+        "lr": recipe.lr,
+        "seed": plan.seed,
+        "compile": plan.compile,
+        "precision": plan.precision,
+    }
+    for name, value in has.items():
+        asked = getattr(order, name)
+        if asked is not None and asked != value:
+            option = name.replace("_", "-")
+            raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
+    if (
+        order.recipe is not None
+        and replace(recipe_named(order.recipe).scaled(recipe.epochs), lr=recipe.lr, batch_size=recipe.batch_size)
+        != recipe
+    ):
+        raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")

@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, and heads on a frozen backbone."""

@@ -1,0 +1,162 @@
+"""What a frozen backbone leaves of data for heads to learn from: kept where it fits, or made again in every epoch."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from exitwise.calibration.collect import Progress, checked_batches
+from exitwise.core.errors import InputError, first_line
+from exitwise.core.nested import filled, mapped, tensors
+from exitwise.core.seeds import generator_for
+from exitwise.models.net import MultiExitNet
+from exitwise.training.batch_sources import Source, in_order, source_of
+from exitwise.training.recipes import HeadRecipe
+from exitwise.training.trainable_head import Learner
+
+_log = logging.getLogger(__name__)
+
+CACHE_BYTES = 2 * 2**30  # of features, at most, that are kept without being told to
+_AT_ONCE = 64  # samples that the backbone runs on to keep what it leaves, at most
+
+# What each head reads of a batch or of a whole split, what the last exit says of it if that is fixed, and the labels.
+Seen = tuple[list[Any], Tensor | None, Tensor]
+Cache = bool | Literal["auto"]
+
+
+class Cached:
+    """Everything in memory."""
+
+    def __init__(self, train: Seen, val: Seen, batch_size: int, seed: int) -> None:
+        self._train, self._val, self._seed = train, val, seed
+        self.batch_size = min(batch_size, len(train[2]))
+
+    def __len__(self) -> int:
+        return len(self._train[2]) // self.batch_size
+
+    def epoch(self, number: int) -> Iterator[Seen]:
+        """Shuffled batches; what is left of an epoch is left out."""
+        order = torch.randperm(len(self._train[2]), generator=generator_for(self._seed, number))
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            yield _rows(self._train, order[start : start + self.batch_size])
+
+    def val(self) -> Iterator[Seen]:
+        for start in range(0, len(self._val[2]), self.batch_size):
+            yield _rows(self._val, slice(start, start + self.batch_size))
+
+
+class Running:
+    """The backbone runs in every epoch."""
+
+    def __init__(self, backbone: "Backbone", source: Source, val: Iterable[Any], teaches: bool) -> None:
+        if isinstance(val, Iterator):
+            raise InputError("`val` can be read only once, and features are not kept: give a loader or a data set")
+        self._backbone, self._source, self._val, self._teaches = backbone, source, val, teaches
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def epoch(self, number: int) -> Iterator[Seen]:
+        return self._backbone.over(_batches(self._source, number), "train", self._teaches)
+
+    def val(self) -> Iterator[Seen]:
+        return self._backbone.over(self._val, "val", True)
+
+
+class Backbone:
+    """The part of a net that stays as it is."""
+
+    def __init__(self, net: MultiExitNet, learners: Sequence[Learner]) -> None:
+        self._net, self._learners = net, learners
+        self._tried = False  # whether the net has taken a batch
+
+    def over(self, loader: Iterable[Any], name: str, last: bool, progress: Progress | None = None) -> Iterator[Seen]:
+        """Checked batches, with what the last exit says of them if it is fixed and `last`."""
+        for inputs, labels, _ in checked_batches(self._net, loader, name, progress):
+            yield *self._seen(inputs, last), labels
+
+    @torch.no_grad()
+    def _seen(self, inputs: Any, last: bool) -> tuple[list[Any], Tensor | None]:
+        states = self._net.states(inputs)
+        try:
+            read = [learner.ahead(next(states)[1]) for learner in self._learners]
+            fixed = next(states, None) if last else None
+            said = None if fixed is None else fixed[0](fixed[1])
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if self._tried:
+                raise
+            reason = first_line(error)
+            shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
+            raise InputError(f"the net cannot take inputs of shape {shapes}: {reason}") from None
+        self._tried = True
+        return read, said
+
+
+def features(
+    net: MultiExitNet,
+    learners: Sequence[Learner],
+    train: Any,
+    val: Any,
+    recipe: HeadRecipe,
+    seed: int,
+    cache: Cache,
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> Cached | Running:
+    """What heads learn from; the first batch of each split shows whether it fits into memory."""
+    backbone, teaches, at_once = Backbone(net, learners), recipe.distill > 0, min(recipe.batch_size, _AT_ONCE)
+    whole = hasattr(train, "pixels_of") or isinstance(train, Dataset)
+    if whole and isinstance(train, Sized) and not len(train):
+        raise InputError("`train` gave no samples")
+    most = len(train) if whole and isinstance(train, Sized) else recipe.batch_size
+    source = source_of(train, recipe.schedule(most), seed, workers)
+    loaders = {"train": in_order(train, at_once, workers) if whole else train, "val": in_order(val, at_once, workers)}
+    passes = {
+        "train": backbone.over(loaders["train"] if whole else _batches(source, 0), "train", teaches, progress),
+        "val": backbone.over(loaders["val"], "val", True, progress),
+    }
+    first = {name: _kept(next(batches)) for name, batches in passes.items()}
+    size = sum(_size(seen, loaders[name]) for name, seen in first.items())
+    if cache is False or (cache == "auto" and size > CACHE_BYTES):
+        level = logging.INFO if cache is False else logging.WARNING
+        _log.log(level, "features would take %.1f GB: the backbone runs in every epoch", size / 2**30)
+        return Running(backbone, source, loaders["val"], teaches)
+    _log.info("features take %.1f MB and are kept: the backbone runs once", size / 2**20)
+    seen = {name: _joined([first[name], *map(_kept, batches)]) for name, batches in passes.items()}
+    return Cached(seen["train"], seen["val"], recipe.batch_size, seed)
+
+
+def _batches(source: Source, epoch: int) -> Iterator[Any]:
+    return (parts[0] for parts in source.epoch(epoch))
+
+
+def _size(first: Seen, loader: Any) -> float:
+    """Bytes of a whole split, from its first batch."""
+    size = sum(tensor.nbytes for tensor in tensors(first))
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, Sized):
+        return size * len(dataset) / max(len(first[2]), 1)
+    return size * (len(loader) if isinstance(loader, Sized) else 1)
+
+
+def _rows(seen: Seen, where: Tensor | slice) -> Seen:
+    rows: Seen = mapped(lambda tensor: tensor[where], seen)
+    return rows
+
+
+def _kept(seen: Seen) -> Seen:
+    """A copy: what a head reads may be a small view of a large state."""
+    kept: Seen = mapped(lambda tensor: tensor.to("cpu", copy=True), seen)
+    return kept
+
+
+def _joined(batches: list[Seen]) -> Seen:
+    """All batches as one; each tensor's parts are let go of when it is whole."""
+    first = batches[0]
+    columns = [list(column) for column in zip(*map(tensors, batches), strict=True)]
+    batches.clear()
+    joined: Seen = filled(first, (torch.cat(columns.pop(0)) for _ in range(len(columns))))
+    return joined

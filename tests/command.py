@@ -1,0 +1,75 @@
+"""The command in this process, and runs to try it on."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+import exitwise as ew
+from exitwise import zoo
+from exitwise.cli import app
+from exitwise.core.files import write_json
+from exitwise.runs.run import describe
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+    """A folder that `make` fills once for all processes of a test run: the first that comes, while the others wait."""
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    root = factory.getbasetemp().parent if parallel else factory.getbasetemp()
+    place = root / name
+    with FileLock(root / f"{name}.lock"):
+        if not (place / ".whole").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            make(place)
+            (place / ".whole").touch()
+    return place
+
+
+class Outcome:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+def zoo_run(place: Path) -> Path:
+    """The zoo's net as a run in a new folder, as the demo copies it, without calibrations."""
+    place.mkdir()
+    for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
+        shutil.copyfile(zoo.path(name), place / name)
+    return place
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Sizes and times of all files, to see that nothing has changed."""
+    return {
+        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()
+    }
+
+
+def new_run(place: Path, trace: ew.Trace, training: dict[str, Any] | None = None, **about: Any) -> Path:
+    """A run that is only a trace."""
+    place.mkdir(parents=True)
+    trace.save(place / "trace.safetensors")
+    write_json(place / "run.json", describe({"net": "mine:net"}, {"name": "digits", "root": None, **about}, training))
+    return place
+
+
+def perform(*arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["exitwise", *arguments])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+    assert not end.value.code

@@ -1,0 +1,59 @@
+"""Small versions of the benchmarks, so that the real ones are known to work."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from small_benchmark import small
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_methods_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("method.py", tmp_path)
+    ratios = found["cifar"][0]["median ratios"]
+    assert set(ratios) == {
+        "search / forward pass over val",
+        "plain search / forward pass over val",
+        "predict / forward pass over test",
+        "sweep and evaluation / forward pass over test",
+    }
+    # A factor of nine was measured between them: that the fast one is faster at all is safe to say on any machine.
+    assert ratios["search / forward pass over val"] < ratios["plain search / forward pass over val"]
+    assert found["imagenet"]["growth"] > 0
+
+
+def test_the_trainings_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("training.py", tmp_path)
+    speed = found["training, MSDNet-small, batches of 64"][0]["images per second"]
+    assert {"plain loop, pillow", "tensor transforms", "and channels last", "ours, eager"} <= set(speed)
+    # Measured at a hundred and more: that loading is far less than training is safe to say on any machine.
+    assert found["loader, CIFAR"][0]["training step / loading its batch"] > 5
+    assert found["loader, 224-pixel files"]["images per second"]["0 workers"] > 0
+    assert len(found["collect, peak megabytes"]) == 2
+
+
+def test_the_runtimes_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("runtime.py", tmp_path)["measured"][0]
+    backends = {"torch", "optimized", "onnx"}
+    assert {row["backend"] for row in found["timings"]} == backends
+    assert set(found["decision, % of the stages at batch 64, half of the cost"]) == backends
+    assert set(found["stream at 50%, batch 64, images per second"]) == backends
+    assert set(found["stream at 25%, without pooling / with it, by batch size"]) == backends
+    assert {row["variant"] for row in found["timings"]} == {"vanilla", "full", "25%", "50%", "75%"}
+    # Measured at three and more: that it is faster at all is safe to say on any machine.
+    assert found["batch 1, full calibrated net: torch eager / ONNX"] > 1
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser: apt-get install chromium")
+def test_the_reports_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("report.py", tmp_path)["measured"][0]
+    assert (found["exits"], found["test samples"], found["pictures"]) == (2, 300, True)
+    assert 0.1 < found["page megabytes"] < 8
+    assert found["milliseconds per move of the slider"]["median"] > 0
+
+
+def test_the_policies_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("policies.py", tmp_path)["measured"][0]
+    assert set(found["median ratio to the forward pass"]) == {"geometric", "optimized", "label_free", "auto"}
+    assert (found["exits"], found["samples"], found["budgets"]) == (8, 300, 4)

@@ -1,0 +1,357 @@
+"""Bounds and certificates: against exact probabilities, and by drawing hold-out samples again and again."""
+
+from itertools import pairwise
+from math import inf, log
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from cases import COSTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import random_probs
+
+import exitwise as ew
+from exitwise.core.predictions import Predictions
+from exitwise.policies.certificate import Bound, samples_needed, tightest
+from exitwise.policies.certify import Row, Seen, cheaper
+from exitwise.policies.fit import Fitter
+from exitwise.policies.scores import scores
+
+pytestmark = pytest.mark.numerical
+
+VALUES = np.array([0.0, 0.2, 0.7, 1.0])
+
+
+def too_many(failures: int, trials: int, delta: float) -> bool:
+    """More than chance explains, if each of the trials fails with probability delta."""
+    return float(scipy.stats.binom.sf(failures - 1, trials, delta)) < 1e-3
+
+
+class TestBounds:
+    @pytest.mark.parametrize("bound", [Bound(), Bound(0.1), Bound(0.5), Bound(3.0), Bound(100.0)])
+    @pytest.mark.parametrize("shares", [(0.25, 0.25, 0.25, 0.25), (0.9, 0.0, 0.0, 0.1), (0.0, 0.5, 0.5, 0.0)])
+    @pytest.mark.parametrize("samples", [5, 60, 1000])
+    def test_the_limit_is_below_the_mean_no_more_often_than_it_may_be(
+        self, bound: Bound, shares: tuple[float, ...], samples: int
+    ) -> None:
+        rng = np.random.default_rng(samples)
+        mean, delta, trials = float(VALUES @ shares), 0.1, 1500
+        counts = rng.multinomial(samples, shares, size=trials)
+        wrong = sum(bound.p_value(VALUES, each, mean) <= delta for each in counts)
+        assert not too_many(wrong, trials, delta)
+
+    @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.97])
+    @pytest.mark.parametrize("samples", [1, 20, 500])
+    def test_hoeffding_bentkus_is_the_smaller_of_both(self, samples: int, share: float) -> None:
+        """By the formulas of Bates et al. (2021), with scipy's binomial distribution."""
+        for right in sorted({0, 1, samples // 3, samples - 1, samples}):
+            mean = right / samples
+            counts = np.array([samples - right, 0, 0, right])
+            if mean >= share:
+                expected = 1.0
+            else:
+                entropy = (mean * log(mean / share) if mean else 0) + (1 - mean) * log((1 - mean) / (1 - share))
+                bentkus = np.e * scipy.stats.binom.cdf(right, samples, share)
+                expected = min(1.0, np.exp(-samples * entropy), bentkus)
+            assert Bound().p_value(VALUES, counts, share) == pytest.approx(expected, rel=1e-9)
+
+    def test_betting_is_a_product_over_samples(self) -> None:
+        rng = np.random.default_rng(0)
+        drawn = rng.choice(VALUES, size=200, p=(0.4, 0.3, 0.2, 0.1))
+        counts = np.array([(drawn == value).sum() for value in VALUES])
+        wealth = np.prod(1 + 0.3 * (0.4 - drawn))
+        assert Bound(0.3).p_value(VALUES, counts, 0.4) == pytest.approx(min(1, 1 / wealth))
+
+    @given(st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(any), st.sampled_from([None, 0.2, 2.0]))
+    @settings(max_examples=60, deadline=None)
+    def test_the_upper_limit_is_where_the_test_turns(self, counts: list[int], stake: float | None) -> None:
+        bound, seen = Bound(stake), np.array(counts)
+        limit = bound.upper_limit(VALUES, seen, 0.05)
+        assert bound.p_value(VALUES, seen, limit) <= 0.05
+        assert float(VALUES @ seen) / seen.sum() <= limit <= 1
+        if limit < 1:
+            assert bound.p_value(VALUES, seen, limit - 1e-9) > 0.05 - 1e-6
+
+    def test_the_tightest_is_betting_where_there_is_little_variance(self) -> None:
+        """Hoeffding and Bentkus know only the range."""
+        little, much = np.array([0, 500, 500, 0]), np.array([500, 0, 0, 500])
+        assert tightest(VALUES, little, 1000, 0.05).name == "betting"
+        assert tightest(VALUES, much, 1000, 0.05).name == "hoeffding-bentkus"
+
+    def test_as_many_samples_as_are_said_to_be_needed_do_suffice(self) -> None:
+        shares = np.array([0.4, 0.3, 0.2, 0.1])
+        mean = float(VALUES @ shares)
+        for limit in (mean + 0.02, mean + 0.05, mean + 0.2):
+            needed = samples_needed(VALUES, shares * 100, limit, 0.05)
+            assert needed is not None
+            assert (
+                0.5 < tightest(VALUES, shares, needed, 0.05).upper_limit(VALUES, shares * needed, 0.05) / limit < 1.02
+            )
+            fewer = shares * needed / 2
+            assert tightest(VALUES, shares, needed // 2, 0.05).upper_limit(VALUES, fewer, 0.05) > limit
+        assert samples_needed(VALUES, shares, mean, 0.05) is None
+
+
+class TestCertificate:
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [
+            ({"budget_delta": 0.0}, "`budget_delta` must be a number between 0 and 1, but got 0.0"),
+            ({"budget_delta": 1}, "`budget_delta`"),
+            ({"budget_delta": "5%"}, "`budget_delta`"),
+            ({"hold": 1.0}, "`hold`"),
+            ({"risk": "speed", "epsilon": 0.1}, "`risk` must be one of accuracy, disagreement or None"),
+            ({"risk": "accuracy"}, "go together"),
+            ({"epsilon": 0.1}, "go together"),
+            ({"risk": "accuracy", "epsilon": 0}, "`epsilon` must be a number between 0 and 1"),
+            ({"budget_delta": None}, "needs `budget_delta`, or a `risk`"),
+            ({"risk_delta": 0.1}, "`risk_delta` needs a `risk`"),
+            ({"seed": -1}, "`seed`"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, asked: dict[str, Any], message: str) -> None:
+        with pytest.raises(ew.InputError, match=message):
+            ew.Certificate(**asked)
+
+    def test_the_error_is_split_between_both(self) -> None:
+        assert ew.Certificate(0.1).deltas == (0.1, None)
+        assert ew.Certificate(0.1, "accuracy", 0.01).deltas == (0.05, 0.05)
+        assert ew.Certificate(0.1, "accuracy", 0.01, 0.02).deltas == (0.1, 0.02)
+        assert ew.Certificate(None, "accuracy", 0.01).deltas == (None, 0.05)
+
+
+def population(seed: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """(K, n, c) probabilities of three exits, each better than the one before, and labels."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 4, samples)
+    logits = rng.normal(size=(3, samples, 4))
+    logits[:, np.arange(samples), labels] += np.array([0.8, 1.4, 2.2])[:, None]
+    probs = np.exp(1.5 * logits)
+    return probs / probs.sum(axis=2, keepdims=True), labels
+
+
+class TestCertified:
+    def test_the_mean_cost_of_fresh_samples_is_within_the_budget(self) -> None:
+        """The hold-out samples are drawn 400 times; what a policy costs on average is known from 200,000."""
+        costs, budget, delta = ew.Costs((1.0, 3.0, 9.0)), 4.0, 0.1
+        tune, tune_labels = population(0, 800)
+        fitter = Fitter(tune, tune_labels, costs)
+        table = scores(tune)
+        policies = cheaper(fitter.fit(budget, "geometric"), table, costs)
+        everyone, everyone_labels = population(1, 200_000)
+        preds = Predictions.of(everyone)
+        truth = Seen.by(policies, preds, None, preds.predicted[-1], everyone_labels)
+        true_costs = np.asarray(costs.values)[truth.exits].mean(axis=1)
+        seen = Seen.by(policies, Predictions.of(tune), None, tune_labels, tune_labels)
+        row = Row(policies, seen, 500, ew.Certificate(delta), costs, sure=True)
+        rng = np.random.default_rng(2)
+        chosen = [row.choose(truth.take(rng.integers(0, 200_000, 500)), budget) for _ in range(400)]
+        assert not too_many(int((true_costs[chosen] > budget).sum()), 400, delta)
+        assert 0.9 * budget < true_costs[chosen].mean() < budget  # and it is not bought by spending next to nothing
+
+    @pytest.mark.parametrize("risk", ["accuracy", "disagreement"])
+    @pytest.mark.slow
+    def test_no_more_is_lost_than_allowed(self, risk: str) -> None:
+        costs, epsilon, delta = ew.Costs((1.0, 3.0, 9.0)), 0.05, 0.1
+        tune, tune_labels = population(0, 800)
+        fitter = Fitter(tune, tune_labels, costs)
+        policies = [fitter.fit(float(budget), "geometric") for budget in np.linspace(1, 9, 60)]
+        everyone, labels = population(1, 100_000)
+        preds = Predictions.of(everyone)
+        truth = Seen.by(policies, preds, risk, preds.predicted[-1], labels)
+        assert truth.losses is not None
+        true_losses = truth.losses.mean(axis=1)
+        tuned = Predictions.of(tune)
+        seen = Seen.by(policies, tuned, risk, tuned.predicted[-1], tune_labels)
+        row = Row(policies, seen, 1000, ew.Certificate(None, risk, epsilon, delta), costs, sure=True)
+        rng = np.random.default_rng(2)
+        chosen = [row.choose(truth.take(rng.integers(0, 100_000, 1000)), None) for _ in range(400)]
+        assert not too_many(int((true_losses[chosen] > epsilon).sum()), 400, delta)
+        assert np.mean(chosen) < 55  # it does save something
+
+    def test_it_is_the_last_that_holds_and_not_the_first_that_fails(self) -> None:
+        """Policies one by one: all up to the chosen one hold on these samples, the next does not."""
+        costs = ew.Costs((1.0, 3.0, 9.0))
+        tune, labels = population(0, 500)
+        hold, hold_labels = population(1, 700)
+        fitter = Fitter(tune, labels, costs)
+        policies = cheaper(fitter.fit(4.0, "geometric"), scores(tune), costs)
+        seen = Seen.by(policies, Predictions.of(tune), None, labels, labels)
+        held = Seen.by(policies, Predictions.of(hold), None, hold_labels, hold_labels)
+        row = Row(policies, seen, 700, ew.Certificate(0.05), costs, sure=True)
+        chosen = row.choose(held, 4.0)
+        holds = [row.holds("cost", number, held, 4.0) for number in range(len(policies))]
+        assert all(holds[: chosen + 1])
+        assert not holds[chosen + 1]
+        assert 0 < chosen < len(policies) - 1
+
+    def test_cheaper_ones_are_nested(self) -> None:
+        tune, labels = population(0, 300)
+        costs = ew.Costs((1.0, 3.0, 9.0))
+        for score in ("confidence", "margin", "entropy", "patience"):
+            table = scores(tune, score)
+            fitted = Fitter(tune, labels, costs, score=score).fit(6.0, "geometric")
+            exits = [policy.exits_by(table) for policy in cheaper(fitted, table, costs)]
+            assert set(exits[0]) == {0}
+            assert exits[-1].tolist() == fitted.exits_by(table).tolist()
+            for less, more in pairwise(exits):
+                assert (less <= more).all()
+
+    def test_says_what_is_guaranteed_and_on_what_it_rests(self) -> None:
+        probs, labels = population(0, 1001)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate(0.05, hold=0.4, seed=7))
+        made = policy.guarantee
+        assert made is not None
+        assert (made.tune, made.hold, made.seed) == (601, 400, 7)
+        assert (made.budget, made.budget_delta) == (4.0, 0.05)
+        assert policy.budget == 4.0
+        assert policy.cost < made.cost_limit <= 4  # type: ignore[operator]
+        assert (made.risk, made.epsilon, made.risk_limit) == (None, None, None)
+        again = ew.Policy.from_dict(policy.to_dict())
+        assert again == policy
+
+    def test_thresholds_see_the_tune_part_only(self) -> None:
+        """Whatever the labels of the held-out part are, the thresholds are those of some shift of the tuned policy."""
+        probs, labels = population(0, 1000)
+        order = np.random.default_rng(0).permutation(1000)
+        rest = np.sort(order[500:])
+        tuned = ew.fit_policy(probs[:, rest], labels[rest], [1, 3, 9], budget=4, strategy="optimized")
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=4, strategy="optimized", certify=ew.Certificate())
+        ratios = {
+            round((1 - mine) / (1 - its), 5)
+            for mine, its in zip(policy.thresholds, tuned.thresholds, strict=True)
+            if abs(its) != inf
+        }
+        assert len(ratios) == 1
+
+    def test_both_at_once(self) -> None:
+        probs, labels = population(0, 6000)
+        asked = ew.Certificate(0.1, "accuracy", 0.15)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=6, certify=asked)
+        made = policy.guarantee
+        assert made is not None
+        assert (made.budget_delta, made.risk_delta) == (0.05, 0.05)
+        assert made.cost_limit <= 6  # type: ignore[operator]
+        assert made.risk_limit <= 0.15  # type: ignore[operator]
+        fresh, fresh_labels = population(9, 50_000)
+        result = ew.evaluate(fresh, labels=fresh_labels, policy=policy, costs=[1, 3, 9])
+        assert result.cost < 6
+        assert result.per_exit[-1].top1 - result.top1 < 0.15
+
+    @pytest.mark.slow
+    def test_without_a_budget_it_is_the_cheapest_that_keeps_to_the_risk(self) -> None:
+        probs, labels = population(0, 6000)
+        costs = []
+        for epsilon in (0.02, 0.05, 0.15):
+            policy = ew.fit_policy(
+                probs, labels, [1, 3, 9], budget=None, certify=ew.Certificate(None, "accuracy", epsilon)
+            )
+            assert policy.guarantee is not None
+            assert policy.guarantee.risk_limit <= epsilon  # type: ignore[operator]
+            assert policy.guarantee.budget is None
+            costs.append(policy.cost)
+        assert costs[0] > costs[1] > costs[2]
+
+    def test_against_another_net(self) -> None:
+        """A reference that is always right: then everything that is wrong is lost."""
+        probs, labels = population(0, 4000)
+        perfect = np.full_like(probs[-1:], 1e-6)
+        perfect[0, np.arange(4000), labels] = 1 - 3e-6
+        asked = ew.Certificate(None, "accuracy", 0.5)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, against=perfect)
+        assert policy.guarantee is not None
+        held = np.sort(np.random.default_rng(0).permutation(4000)[:2000])
+        missed = 1 - ew.evaluate(probs[:, held], labels=labels[held], policy=policy, costs=[1, 3, 9]).top1
+        assert missed < policy.guarantee.risk_limit < missed + 0.05  # type: ignore[operator]
+        asked = ew.Certificate(None, "accuracy", 0.1)
+        with pytest.raises(ew.NotCertifiedError, match="it is 1"):
+            ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, against=perfect)
+
+    def test_a_budget_that_only_the_first_exit_keeps_to(self) -> None:
+        probs, labels = population(0, 200)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=1, certify=ew.Certificate(0.01))
+        assert set(policy.exits(probs)) == {0}
+        assert policy.guarantee is not None
+        assert policy.guarantee.cost_limit == 1
+
+    @pytest.mark.parametrize("score", ["patience", "confidence"])
+    def test_ties_can_be_certified_in_part(self, score: str) -> None:
+        """Whole numbers, or confidences that are all one: cheaper policies part them by their hash as well."""
+        probs, labels = population(0, 4000)
+        if score == "confidence":
+            probs = np.where(probs == probs.max(axis=2, keepdims=True), 1.0, probs * 1e-9).astype(np.float32)
+        policy = ew.fit_policy(
+            probs, labels, [1, 3, 9], budget=4, score=score, strategy="geometric", certify=ew.Certificate()
+        )
+        assert policy.cost > 0.85 * 4  # type: ignore[operator]
+
+    def test_too_few_samples_are_named_with_how_many_would_do(self) -> None:
+        probs, labels = population(0, 500)
+        hold, hold_labels = population(1, 4)
+        with pytest.raises(ew.NotCertifiedError, match=r"on 4 samples held out; about \d+ would do for a policy"):
+            ew.fit_policy(
+                probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate(), hold=hold, hold_labels=hold_labels
+            )
+
+    def test_its_fit_is_its_own(self) -> None:
+        probs, labels = population(0, 1000)
+        rest = np.sort(np.random.default_rng(0).permutation(1000)[500:])
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate())
+        result = ew.evaluate(probs[:, rest], labels=labels[rest], policy=policy, costs=[1, 3, 9])
+        assert policy.fit is not None
+        assert policy.fit.value == pytest.approx(result.top1)
+        assert policy.fit.gap is None
+        assert policy.cost == pytest.approx(result.cost)
+        assert policy.q is None
+
+    def test_without_a_budget_all_of_the_error_is_the_risks(self) -> None:
+        probs, labels = population(0, 6000)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=None, certify=ew.Certificate(0.06, "accuracy", 0.1))
+        assert policy.guarantee is not None
+        assert (policy.guarantee.budget_delta, policy.guarantee.risk_delta) == (None, 0.06)
+
+    def test_costs_that_are_not_whole_numbers(self) -> None:
+        """The mean of equal costs rounds to more than the cost: the full net is still within its own cost."""
+        probs, labels = population(0, 5000)
+        costs = ew.Costs((0.3, 0.5, 0.7), "ms")
+        assert ew.fit_policy(probs, costs=costs, budget=0.7).thresholds == (inf, inf, -inf)
+        asked = ew.Certificate(None, "disagreement", 3e-4)
+        assert ew.fit_policy(probs, labels, costs, budget=None, certify=asked).thresholds == (inf, inf, -inf)
+
+    def test_one_exit(self) -> None:
+        policy = ew.fit_policy(random_probs(0, 1, 10, 4), costs=[3], budget=3, certify=ew.Certificate())
+        assert policy.thresholds == (-inf,)
+
+    def test_where_nothing_can_be_certified_it_says_what_would(self) -> None:
+        probs, labels = population(0, 200)
+        asked = ew.Certificate(0.05, "accuracy", 0.02)
+        with pytest.raises(
+            ew.NotCertifiedError, match=r"on 100 samples held out it is .* %; about [\d,]+ such samples"
+        ):
+            ew.fit_policy(probs, labels, [1, 3, 9], budget=8.9, certify=asked)
+        with pytest.raises(ew.NotCertifiedError, match="no number of samples would do"):
+            ew.fit_policy(probs, labels, [1, 3, 9], budget=1.5, certify=asked)
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"certify": 0.05}, "`certify` must be a Certificate, but got 0.05"),
+            ({"certify": None, "hold": random_probs(0, 3, 9, 4)}, "are for a certificate: give `certify`"),
+            ({"hold_labels": [0]}, "`hold_labels` need their predictions"),
+            ({"hold": random_probs(0, 2, 9, 4)}, r"`hold` must have .*, \(3, 4\), but has \(2, 4\)"),
+            ({"against": random_probs(0, 1, 7, 4)}, "`against` must have the 20 samples"),
+            ({"labels": None, "certify": ew.Certificate(0.1, "accuracy", 0.1)}, "`labels` are needed to certify"),
+            ({"budget": None}, "`budget` is needed"),
+            ({"budget": 100}, "`budget` must lie between"),
+            ({"preds": random_probs(0, 3, 4, 4), "labels": None}, "at least as many samples as exits"),
+            ({"certify": ew.Certificate(hold=0.001)}, "20 samples cannot be split"),
+        ],
+    )
+    def test_bad_input(self, changed: dict[str, Any], message: str) -> None:
+        probs = random_probs(0, 3, 20, 4)
+        usual = {"preds": probs, "labels": [0] * 20, "costs": COSTS[:3], "budget": 2, "certify": ew.Certificate()}
+        with pytest.raises(ew.InputError, match=message) as caught:
+            ew.fit_policy(**{**usual, **changed})
+        assert "\n" not in str(caught.value)

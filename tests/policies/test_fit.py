@@ -1,0 +1,378 @@
+"""Policies for a budget, by every strategy."""
+
+from math import inf, nan
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import COSTS, MILLISECONDS, exact, of_confidence, runtime_exits, with_draws, without_ties
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import best_of_all_cuts, first_exit_reached, random_probs
+
+import exitwise as ew
+from exitwise.core.predictions import Predictions
+from exitwise.policies.cutoff_search import Search
+from exitwise.policies.scores import SCORES, scores
+
+pytestmark = pytest.mark.numerical
+
+seeds = st.integers(0, 10**6)
+kinds = st.sampled_from(["float32", "float64", "ties"])
+
+
+class TestGeometric:
+    @given(seeds, st.integers(1, 6), st.integers(1, 40), st.floats(0, 1), kinds, st.sampled_from(list(SCORES)))
+    @settings(max_examples=80, deadline=None)
+    def test_the_budget_is_kept(self, seed: int, exits: int, samples: int, part: float, kind: str, score: str) -> None:
+        preds = with_draws(seed, exits, max(exits, samples), kind)
+        costs = COSTS[:exits]
+        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
+        policy = ew.fit_policy(preds, costs=costs, budget=budget, score=score)
+        taken = first_exit_reached(scores(preds, score).tolist(), policy.thresholds)
+        assert policy.exits(preds).tolist() == taken
+        assert policy.cost == pytest.approx(fmean(costs[k] for k in taken))
+        assert policy.cost <= budget
+        assert (policy.budget, policy.score, policy.unit) == (budget, score, "MACs")
+
+    @given(seeds, st.integers(2, 6), st.integers(6, 60), st.floats(0, 1), st.sampled_from(["float32", "float64"]))
+    @settings(max_examples=80, deadline=None)
+    def test_without_ties_it_is_spent_but_for_less_than_one_sample(
+        self, seed: int, exits: int, samples: int, part: float, dtype: str
+    ) -> None:
+        """As q grows, samples change one by one between their exit and the last, so the cost moves in steps of at
+        most (last cost - first cost) / n, and the bisection ends at a step that crosses the budget."""
+        costs = COSTS[:exits]
+        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
+        policy = ew.fit_policy(without_ties(seed, exits, samples, dtype), costs=costs, budget=budget)
+        assert policy.cost is not None
+        assert budget - policy.cost <= (costs[-1] - costs[0]) / samples
+
+    @pytest.mark.parametrize("kind", ["float32", "float64", "ties"])
+    @pytest.mark.parametrize("exits", [1, 2, 5])
+    def test_the_cheapest_and_the_dearest_budget_are_met_exactly(self, exits: int, kind: str) -> None:
+        preds = random_probs(0, exits, 30, 4, kind)
+        cheapest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[0])
+        dearest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[exits - 1])
+        assert (cheapest.cost, dearest.cost) == (COSTS[0], COSTS[exits - 1])
+        assert set(cheapest.exits(preds)) == {0}
+        assert set(dearest.exits(preds)) == {exits - 1}
+
+    @given(seeds, st.integers(2, 5), st.integers(5, 25), kinds, st.lists(st.floats(0, 1), min_size=2, max_size=6))
+    @settings(max_examples=40, deadline=None)
+    def test_a_larger_budget_never_buys_less(
+        self, seed: int, exits: int, samples: int, kind: str, parts: list[float]
+    ) -> None:
+        preds = Predictions.of(random_probs(seed, exits, samples, 4, kind))
+        low, high = COSTS[0], COSTS[exits - 1]
+        budgets = [min(low + part * (high - low), high) for part in sorted(parts)]
+        costs = [ew.fit_policy(preds, costs=COSTS[:exits], budget=budget).cost for budget in budgets]
+        assert costs == sorted(costs)  # type: ignore[type-var]
+
+    @given(seeds, st.integers(2, 5), st.integers(5, 40), st.floats(0, 1), st.sampled_from(["float32", "float64"]))
+    @settings(max_examples=60, deadline=None)
+    def test_thresholds_lie_midway_between_neighbouring_scores(
+        self, seed: int, exits: int, samples: int, part: float, dtype: str
+    ) -> None:
+        probs = without_ties(seed, exits, samples, dtype)
+        budget = min(COSTS[0] + part * (COSTS[exits - 1] - COSTS[0]), COSTS[exits - 1])
+        policy = ew.fit_policy(probs, costs=COSTS[:exits], budget=budget)
+        taken = policy.exits(probs)
+        confidence = probs.max(axis=2).astype(np.float64)
+        for k, threshold in enumerate(policy.thresholds[:-1]):
+            left, stayed = confidence[k, taken == k], confidence[k, taken > k]
+            if threshold == inf:
+                assert not len(left)
+            elif threshold == -inf:
+                assert not len(stayed)
+            else:
+                assert threshold == pytest.approx((left.min() + stayed.max()) / 2, abs=1e-7)
+        little = 0.4 / (samples - 1) / 3  # a third of the gap between scores
+        for move in (-little, little):
+            moved = ew.Policy(tuple(threshold + move for threshold in policy.thresholds))
+            assert moved.exits(probs).tolist() == taken.tolist()
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_scores_that_are_neighbouring_numbers_are_told_apart(self, dtype: str) -> None:
+        """Saturated confidences differ in their last bit, and nothing of their own type lies midway."""
+        number = np.dtype(dtype).type
+        lower = number(0.75)
+        for _ in range(2):  # whatever way the middle is rounded
+            upper = np.nextafter(lower, number(1))
+            confidence = np.array([[lower, upper]] * 2)
+            policy = ew.fit_policy(of_confidence(confidence), costs=[1, 3], budget=2)
+            assert policy.exits(of_confidence(confidence)).tolist() == [1, 0]
+            assert policy.cost == 2
+            lower = upper
+
+    def test_shares_that_are_whole_numbers_of_samples(self) -> None:
+        """Three exits at q = 1: a third of six samples at each, which costs exactly (1 + 2 + 6) / 3."""
+        probs = without_ties(0, 3, 6)
+        policy = ew.fit_policy(probs, costs=[1, 2, 6], budget=3)
+        assert policy.cost == 3
+
+    def test_one_exit_has_one_budget(self) -> None:
+        probs = random_probs(0, 1, 5, 4)
+        assert ew.fit_policy(probs, costs=[3], budget=3).thresholds == (-inf,)
+        with pytest.raises(ew.InputError, match="3 to 3 MACs, but got 2"):
+            ew.fit_policy(probs, costs=[3], budget=2)
+
+    @pytest.mark.parametrize("budget", [1.99, 12.01, 0, -5.0, nan, inf, -inf, True, None, "5", [5.0], 5 + 0j])
+    def test_a_budget_out_of_reach_is_told_what_is_within(self, budget: Any) -> None:
+        with pytest.raises(ew.InputError, match=r"`budget` must lie between .*, 2 to 12 ms, but got") as caught:
+            ew.fit_policy(random_probs(0, 3, 5, 4), costs=MILLISECONDS, budget=budget)
+        assert str(caught.value).endswith(str(budget))
+
+    @pytest.mark.parametrize("number", [int, np.int64, np.float32, np.float64])
+    def test_the_budget_may_be_any_kind_of_number(self, number: type) -> None:
+        probs = random_probs(0, 3, 50, 4)
+        assert ew.fit_policy(probs, costs=[1, 2, 6], budget=number(3)) == ew.fit_policy(
+            probs, costs=[1, 2, 6], budget=3.0
+        )
+
+    @given(seeds, st.integers(2, 5), st.integers(5, 40), st.floats(0, 1), st.sampled_from(["confidence", "patience"]))
+    @settings(max_examples=60, deadline=None)
+    def test_the_whole_range_is_reached_when_all_are_equally_certain(
+        self, seed: int, exits: int, samples: int, part: float, score: str
+    ) -> None:
+        """Every exit is sure of every sample, if for other reasons: only the hash can part them."""
+        rest = np.random.default_rng(seed).dirichlet(np.ones(4), size=(exits, samples)) * 1e-9
+        probs = np.concatenate([np.ones((exits, samples, 1)), rest], axis=2).astype(np.float32)
+        assert len(np.unique(exact(probs, score)[0])) == 1
+        costs = COSTS[:exits]
+        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
+        policy = ew.fit_policy(probs, costs=costs, budget=budget, score=score)
+        assert 0 <= budget - policy.cost <= (costs[-1] - costs[0]) / samples + 1e-9  # type: ignore[operator]
+        assert runtime_exits(policy, Predictions.of(probs)) == policy.exits(probs).tolist()
+
+
+def overthinking(seed: int, samples: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    """Three exits of which the second is the best, with honest confidences: (K, n, 2) probabilities and labels."""
+    rng = np.random.default_rng(seed)
+    spread = np.array([0.25, 0.5, 0.15])[:, None]
+    confidence = 0.5 + spread * rng.uniform(size=(3, samples)) ** 0.5
+    labels = rng.integers(0, 2, samples)
+    right = rng.uniform(size=(3, samples)) < confidence
+    said = np.where(right, labels, 1 - labels)
+    probs = np.where((said == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
+    return probs, labels
+
+
+def accuracy(probs: np.ndarray, labels: np.ndarray, exits: np.ndarray) -> float:
+    return float((probs[exits, np.arange(len(labels))].argmax(axis=1) == labels).mean())
+
+
+class TestOptimized:
+    @given(
+        seeds,
+        st.integers(1, 5),
+        st.integers(5, 60),
+        st.floats(0, 1),
+        kinds,
+        st.sampled_from(list(SCORES)),
+        st.sampled_from(["accuracy", "nlpd"]),
+    )
+    @settings(max_examples=60, deadline=None)
+    @pytest.mark.slow
+    def test_is_within_the_budget_and_never_below_geometric(
+        self, seed: int, exits: int, samples: int, part: float, kind: str, score: str, objective: str
+    ) -> None:
+        preds = with_draws(seed, exits, samples, kind)
+        labels = np.random.default_rng(seed).integers(0, 4, samples)
+        costs = COSTS[:exits]
+        budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
+        found = {}
+        for strategy in ("geometric", "optimized", "auto", "label_free"):
+            policy = ew.fit_policy(
+                preds, labels, costs, budget=budget, strategy=strategy, score=score, objective=objective
+            )
+            result = ew.evaluate(preds, labels=labels, policy=policy, costs=costs)
+            assert policy.cost == pytest.approx(result.cost)
+            assert policy.cost <= budget * (1 + 1e-9)  # type: ignore[operator]
+            assert policy.fit is not None
+            assert (policy.strategy, policy.fit.samples) == (strategy, samples)
+            reached = -result.nlpd if objective == "nlpd" else result.top1
+            if strategy != "label_free":
+                assert policy.fit.value == pytest.approx(abs(reached), abs=1e-6)
+            found[strategy] = reached
+        assert found["optimized"] >= found["geometric"] - 1e-9
+        assert found["auto"] >= found["geometric"] - 1e-9
+
+    @given(seeds, st.integers(2, 3), st.integers(4, 7), st.floats(0, 1))
+    @settings(max_examples=30, deadline=None)
+    def test_finds_what_trying_everything_finds_nearly_always(
+        self, seed: int, exits: int, samples: int, part: float
+    ) -> None:
+        """The search moves one threshold at a time; a miss of one sample is the price of O(K n log n)."""
+        probs = without_ties(seed, exits, samples)
+        labels = np.random.default_rng(seed).integers(0, 2, samples)
+        costs = np.array(COSTS[:exits])
+        budget = float(costs[0] + part * (costs[-1] - costs[0]))
+        best = best_of_all_cuts(scores(probs), (probs.argmax(axis=2) == labels).astype(float), costs, budget)
+        search = Search(scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
+        assert best - search.mean("labels", search.cuts("labels", budget)) <= 1 / samples + 1e-9
+
+    def test_knows_that_deeper_can_be_worse(self) -> None:
+        probs, labels = overthinking(0)
+        geometric = ew.fit_policy(probs, labels, [1, 2, 6], budget=5.9, strategy="geometric")
+        policy = ew.fit_policy(probs, labels, [1, 2, 6], budget=5.9, strategy="optimized")
+        fresh, fresh_labels = overthinking(1, 4000)
+        gain = accuracy(fresh, fresh_labels, policy.exits(fresh)) - accuracy(
+            fresh, fresh_labels, geometric.exits(fresh)
+        )
+        assert policy.cost < 3.5 < 5.5 < geometric.cost  # type: ignore[operator]
+        assert gain > 0.1
+
+    def test_a_net_that_says_nothing_of_the_labels_is_not_overfitted(self) -> None:
+        """Exits that guess: whatever seems best on these labels is chance, and cross-fitting sees that."""
+        gaps, chosen = [], []
+        for seed in range(12):
+            probs = random_probs(seed, 3, 60, 4)
+            labels = np.random.default_rng(seed + 1000).integers(0, 4, 60)
+            fit = ew.fit_policy(probs, labels, [1, 2, 6], budget=3, strategy="optimized").fit
+            assert fit is not None
+            assert fit.gap is not None
+            assert set(fit.portfolio) <= {"geometric", "optimized"}
+            gaps.append(fit.gap)
+            chosen.append(fit.chosen)
+        assert fmean(gaps) > 0.01  # too good to be true, and it says so
+        assert "geometric" in chosen
+
+    def test_labels_are_needed(self) -> None:
+        with pytest.raises(ew.InputError, match="`labels` are needed for the strategy 'optimized'"):
+            ew.fit_policy(random_probs(0, 3, 5, 4), costs=[1, 2, 3], budget=2, strategy="optimized")
+
+    def test_the_objective_decides(self) -> None:
+        """A last exit that is right more often, but so sure of itself that its mistakes are dear."""
+        rng = np.random.default_rng(0)
+        labels = rng.integers(0, 2, 600)
+        confidence = np.stack([rng.uniform(0.65, 0.75, 600), rng.uniform(0.999, 0.9999, 600)])
+        said = np.where(rng.uniform(size=(2, 600)) < [[0.7], [0.8]], labels, 1 - labels)
+        probs = np.where((said == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
+        by_accuracy = ew.fit_policy(probs, labels, [1, 2], budget=2, objective="accuracy", strategy="optimized")
+        by_nlpd = ew.fit_policy(probs, labels, [1, 2], budget=2, objective="nlpd", strategy="optimized")
+        assert by_accuracy.cost > 1.9  # type: ignore[operator]
+        assert by_nlpd.cost < 1.1  # type: ignore[operator]
+
+
+class TestLabelFree:
+    @pytest.mark.parametrize("objective", ["accuracy", "nlpd"])
+    def test_does_as_well_as_with_labels_where_confidence_is_honest(self, objective: str) -> None:
+        probs, labels = overthinking(0, 3000)
+        fresh, fresh_labels = overthinking(1, 20000)
+        costs = [1, 2, 6]
+        found = {}
+        for strategy, known in (("optimized", labels), ("label_free", None)):
+            policy = ew.fit_policy(probs, known, costs, budget=1.6, strategy=strategy, objective=objective)
+            found[strategy] = ew.evaluate(fresh, labels=fresh_labels, policy=policy, costs=costs)
+        assert found["label_free"].top1 == pytest.approx(found["optimized"].top1, abs=0.01)
+        assert found["label_free"].cost == pytest.approx(found["optimized"].cost, rel=0.02)
+
+    def test_never_looks_at_the_labels(self) -> None:
+        probs, labels = overthinking(0)
+        made = [
+            ew.fit_policy(probs, known, [1, 2, 6], budget=2.5, strategy="label_free")
+            for known in (None, labels, 1 - labels)
+        ]
+        assert made[0] == made[1] == made[2]
+        assert made[0].fit is not None
+        assert not made[0].fit.labelled
+
+    def test_is_led_astray_by_overconfidence(self) -> None:
+        """The first exit claims to be always right: by its own word nothing is gained behind it."""
+        probs, labels = overthinking(0)
+        lying = probs.copy()
+        lying[0] = np.where(lying[0] > 0.5, 0.999, 0.001)
+        free = ew.fit_policy(lying, None, [1, 2, 6], budget=2, strategy="label_free")
+        seen = ew.fit_policy(lying, labels, [1, 2, 6], budget=2, strategy="auto")
+        assert free.cost < 1.1  # type: ignore[operator]
+        assert accuracy(lying, labels, seen.exits(lying)) > accuracy(lying, labels, free.exits(lying)) + 0.1
+
+
+class TestAuto:
+    def test_is_the_best_of_the_portfolio_on_samples_held_out(self) -> None:
+        probs, labels = overthinking(0)
+        fit = ew.fit_policy(probs, labels, [1, 2, 6], budget=5.9).fit
+        assert fit is not None
+        assert set(fit.portfolio) == {"geometric", "optimized", "label_free"}
+        assert fit.held_out == max(fit.portfolio.values()) == fit.portfolio[fit.chosen]
+        assert fit.labelled
+
+    def test_of_equals_the_cheaper_is_taken(self) -> None:
+        """Exits that all say the same: whatever is spent behind the first buys nothing."""
+        probs, labels = overthinking(0)
+        for strategy in ("auto", "optimized"):
+            policy = ew.fit_policy(np.stack([probs[1]] * 3), labels, [1, 2, 3], budget=2, strategy=strategy)
+            assert policy.cost == 1
+
+    def test_without_labels_it_trusts_the_family_alone(self) -> None:
+        probs, _ = overthinking(0)
+        auto = ew.fit_policy(probs, costs=[1, 2, 6], budget=4)
+        geometric = ew.fit_policy(probs, costs=[1, 2, 6], budget=4, strategy="geometric")
+        assert auto.thresholds == geometric.thresholds
+        assert auto.fit is not None
+        assert auto.fit.chosen == "geometric"
+
+    def test_held_out_is_what_the_others_samples_give(self) -> None:
+        """The reported number again, by splitting by hand."""
+        probs, labels = overthinking(3, 203)
+        fold_of = np.random.default_rng(0).permutation(203) % 5
+        right = 0
+        for fold in range(5):
+            rest, held = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
+            policy = ew.fit_policy(probs[:, rest], costs=[1, 2, 6], budget=3, strategy="geometric")
+            right += round(accuracy(probs[:, held], labels[held], policy.exits(probs[:, held])) * len(held))
+        fit = ew.fit_policy(probs, labels, [1, 2, 6], budget=3, strategy="geometric").fit
+        assert fit is not None
+        assert fit.held_out == pytest.approx(right / 203)
+        assert fit.gap == pytest.approx(fit.value - right / 203)
+
+    def test_many_budgets_are_what_each_alone_is(self) -> None:
+        probs, labels = overthinking(0)
+        budgets = [1.5, 2.0, 3.0, 5.0]
+        for strategy in ("auto", "geometric", "optimized", "label_free"):
+            together = ew.fit_policies(probs, labels, [1, 2, 6], budgets=budgets, strategy=strategy)
+            alone = [ew.fit_policy(probs, labels, [1, 2, 6], budget=each, strategy=strategy) for each in budgets]
+            assert together == alone
+
+    def test_one_sample_of_one_exit(self) -> None:
+        policy = ew.fit_policy(np.full((1, 1, 2), 0.5), [0], [3.0], budget=3)
+        assert policy.cost == 3
+
+    def test_one_budget_is_not_several(self) -> None:
+        with pytest.raises(ew.InputError, match="`budgets` must be several budgets, but got 2"):
+            ew.fit_policies(random_probs(0, 3, 9, 4), costs=[1, 2, 3], budgets=2)  # type: ignore[arg-type]
+
+    def test_goes_to_a_file_and_back(self, tmp_path: Path) -> None:
+        probs, labels = overthinking(0)
+        policy = ew.fit_policy(probs, labels, [1, 2, 6], budget=2)
+        policy.save(tmp_path / "policy.json")
+        assert ew.Policy.load(tmp_path / "policy.json") == policy
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            (
+                {"strategy": "greedy"},
+                "one of auto, geometric, optimized, label_free, but got 'greedy'",
+            ),
+            ({"strategy": ["auto"]}, "`strategy` must be one of"),
+            ({"objective": "speed"}, "`objective` must be one of accuracy, nlpd, but got 'speed'"),
+            ({"costs": None}, "`costs` are needed"),
+            ({"labels": [0, 1, 2]}, "`labels` must be 5 whole numbers"),
+            ({"labels": [0, 1, 2, 3, 4]}, "`labels` must lie in 0..3, but reach from 0 to 4"),
+            ({"labels": [0.5] * 5}, "`labels` must be 5 whole numbers"),
+            ({"preds": random_probs(0, 3, 2, 4)}, "at least as many samples as exits, 3, but has 2"),
+            ({"preds": random_probs(0, 3, 5, 4) * 0.9}, "each sample's summing to one"),
+            ({"preds": -random_probs(0, 3, 5, 4)}, "none negative"),
+        ],
+    )
+    def test_is_named_in_one_line(self, changed: dict[str, Any], message: str) -> None:
+        usual = {"preds": random_probs(0, 3, 5, 4), "costs": [1, 2, 3], "budget": 2}
+        with pytest.raises(ew.InputError, match=message) as caught:
+            ew.fit_policy(**{**usual, **changed})
+        assert "\n" not in str(caught.value)

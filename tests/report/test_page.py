@@ -1,0 +1,514 @@
+"""The report as people meet it: in Chromium, with the network off. Screenshots are left in build/screenshots."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import random_trace
+from command import new_run, perform, zoo_run
+from paths import ROOT, SHARED
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+import exitwise as ew
+from exitwise import data
+from exitwise.calibration.methods import OURS, VANILLA
+from exitwise.core.costs import Costs
+from exitwise.core.files import write_json
+from exitwise.report import page as pages
+from exitwise.report.build import Order, Report, build, training_report
+from exitwise.runs.run import Run
+from exitwise.training.history import Epoch, History
+
+SCREENSHOTS = ROOT / "build" / "screenshots"
+WIDTHS = (1440, 800, 390)
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "\"quoted\" & 'single' `tick`",
+    "🦊 fox 👩‍👩‍👧",
+    "שלום עולם",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@dataclass
+class Tab:
+    """A page that was opened, and what went wrong or out of it."""
+
+    page: Page
+    problems: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        return self.page.inner_text(selector)
+
+    def move(self, step: int) -> None:
+        """The slider, as a hand or a script moves it."""
+        self.page.locator("#budget").fill(str(step))
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Open]:
+    """Opens files; every test fails that leaves an error in the console or asks the network for anything."""
+    contexts, tabs = [], []
+
+    def opened(file: Path, width: int = 1440, theme: str = "light") -> Tab:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=True)  # type: ignore[arg-type]
+        contexts.append(context)
+        made = Tab(context.new_page())
+        tabs.append(made)
+        made.page.on("console", lambda message: made.problems.append(message.text))
+        made.page.on("pageerror", lambda error: made.problems.append(str(error)))
+        made.page.on("dialog", lambda dialog: made.problems.append(f"dialog: {dialog.message}"))
+        made.page.on("request", lambda request: made.asked.append(request.url))
+        made.page.goto(file.as_uri())
+        made.page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return made
+
+    yield opened
+    for made in tabs:
+        assert made.problems == []
+        assert all(url.startswith(("file:", "data:")) for url in made.asked)
+    for context in contexts:
+        context.close()
+
+
+@dataclass(frozen=True)
+class Written:
+    file: Path
+    report: Report
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.report.data
+
+
+def written(report: Report, file: Path) -> Written:
+    pages.write(report, file)
+    return Written(file, report)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Written:
+    """The shipped net, as after the demo; with its real pictures where they are at hand."""
+    place = tmp_path_factory.mktemp("zoo")
+    root = request.getfixturevalue("cifar100") if SHARED.is_dir() else None
+    return written(build(Run(zoo_run(place / "run")), Order(root=root)), place / "run" / "report.html")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of pictures that everybody has, from nothing to the report, with times, and another beside it."""
+    place = tmp_path_factory.mktemp("digits")
+    for name in ("run", "other"):
+        perform("train", "--data", "digits", "--epochs", "2", "--seed", str(len(name)), "--out", str(place / name))
+        perform("collect", str(place / name))
+    costs = ew.Trace.load(place / "run" / "trace.safetensors").costs.values
+    write_json(place / "run" / "bench.json", {"costs": {"values": [cost / 1e5 for cost in costs]}})
+    perform("report", str(place / "run"), "--against", str(place / "other"))
+    return place / "run" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Class names from a data set that means no good."""
+    place = tmp_path_factory.mktemp("hostile")
+    trace = replace(random_trace(), classes=HOSTILE)
+    return written(build(Run(new_run(place / "<b>run", trace)), Order()), place / "report.html")
+
+
+def shown_percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+@pytest.mark.slow
+class TestBudget:
+    def test_what_the_slider_shows_is_what_the_library_evaluates(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        trace = ew.Trace.load(zoo.file.parent / "trace.safetensors")
+        assert trace.test is not None
+        sides = {name: ew.calibrate(trace, method) for name, method in (("vanilla", VANILLA), ("ours", OURS))}
+        val = {name: cal.predict(trace.val) for name, cal in sides.items()}
+        test = {name: cal.predict(trace.test) for name, cal in sides.items()}
+        steps = zoo.data["explorers"][0]["steps"]
+        for step in (0, 7, 23, len(steps) - 1):
+            seen.move(step)
+            budget = steps[step]["budget"]
+            for side in sides:
+                policy = ew.fit_policy(val[side], trace.val.labels, trace.costs, budget=budget)
+                found = ew.evaluate(test[side], labels=trace.test.labels, policy=policy, costs=trace.costs)
+                assert seen.text(f"#{side}-top1") == shown_percent(found.top1)
+                assert seen.text(f"#{side}-nlpd") == f"{found.nlpd:.3f}"
+                assert seen.text(f"#{side}-ece") == f"{found.ece:.3f}"
+                assert seen.text(f"#{side}-cost") == f"{found.cost / 1e6:.4g}"
+                rows = seen.page.locator("#exits tbody tr")
+                first = 1 if side == "vanilla" else 4
+                for k, share in enumerate(found.exit_shares):
+                    cells = rows.nth(k).locator("td").all_inner_texts()
+                    threshold = policy.thresholds[k]
+                    word = {np.inf: "nobody", -np.inf: "everyone"}.get(threshold, f"{threshold:.4f}")
+                    assert cells[first : first + 2] == [word, f"{100 * share:.1f} %"]
+
+    def test_the_point_moves_along_the_curves_and_the_words_with_it(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        dots = seen.page.locator("#budgets .figure circle.dot.ours")
+        places = []
+        for step in (3, 30):
+            seen.move(step)
+            places.append((dots.first.get_attribute("cx"), dots.first.get_attribute("cy"), seen.text("#lead")))
+            budget = zoo.data["explorers"][0]["steps"][step]["budget"]
+            assert f"{budget / 1e6:.4g} million MACs" in seen.text("#lead")
+            assert f"{budget / 1e6:.4g} million MACs" in seen.text("#amount")
+        assert all(before != after for before, after in zip(*places, strict=True))
+        assert dots.count() == 4
+
+    def test_keys_move_it_and_say_where_it_is(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        slider = seen.page.locator("#budget")
+        slider.focus()
+        before = (int(slider.input_value()), seen.text("#ours-top1"))
+        seen.page.keyboard.press("ArrowRight")
+        seen.page.keyboard.press("ArrowRight")
+        assert int(slider.input_value()) == before[0] + 2
+        assert seen.text("#ours-top1") != before[1]
+        assert slider.get_attribute("aria-valuetext") == seen.text("#amount")
+
+    def test_milliseconds_where_they_were_measured(self, digits: Path, tab: Open) -> None:
+        seen = tab(digits)
+        assert "MACs" in seen.text("#amount")
+        seen.page.select_option("#unit", "ms")
+        assert " ms (" in seen.text("#amount")
+        assert "ms" in seen.page.locator("#cards").inner_text()
+
+    def test_more_curves_can_be_switched_on(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        seen.page.click("#budgets summary")
+        figure = seen.page.locator("#budgets .figure").first
+        lines = figure.locator("path.line")
+        assert lines.count() == 2
+        boxes = seen.page.locator("#budgets input[type=checkbox]")
+        names = [box.get_attribute("data-curve") or "" for box in boxes.all()]
+        for wanted in (
+            "Published in the paper (other networks, trained far longer): the paper's model, small",
+            "ResNets",
+            "MIE T_opt",
+        ):
+            boxes.nth(next(i for i, name in enumerate(names) if name.endswith(wanted))).check()
+        assert lines.count() == 5
+        assert "Published in the paper" in seen.page.locator("#budgets .legend").nth(1).inner_text()
+
+    def test_other_runs_are_beside(self, digits: Path, tab: Open) -> None:
+        seen = tab(digits)
+        seen.page.click("#budgets summary")
+        seen.page.locator("#budgets input[data-curve^=other]").first.check()
+        assert seen.page.locator("#budgets .figure").first.locator("path.line").count() == 3
+
+
+@pytest.mark.slow
+class TestPoints:
+    def test_a_click_shows_the_sample_and_its_picture(self, digits: Path, tab: Open) -> None:
+        seen = tab(digits)
+        scatter = seen.page.locator("svg[data-side=ours]")
+        scatter.scroll_into_view_if_needed()
+        scatter.focus()
+        seen.page.keyboard.press("ArrowRight")
+        ring = scatter.locator(".ring").bounding_box()
+        assert ring is not None
+        seen.page.keyboard.press("Escape")
+        assert seen.page.locator("#detail").is_hidden()
+        seen.page.mouse.click(ring["x"] + ring["width"] / 2, ring["y"] + ring["height"] / 2)
+        detail = seen.page.locator("#detail")
+        assert detail.is_visible()
+        trace = ew.Trace.load(digits.parent / "trace.safetensors")
+        assert trace.test is not None
+        assert trace.test.index is not None
+        words = detail.inner_text()
+        position = int(words.split("test sample ")[1].split(".")[0].replace(",", ""))
+        place = trace.test.index.tolist().index(position)
+        assert detail.locator("h3").inner_text() == str(int(trace.test.labels[place]))
+        pictures = data.load("digits")[0]
+        there = pictures.index.tolist().index(position)
+        pixels = pictures.pixels_of(pictures.index[there : there + 1] * 0 + there, None, None)[0, 0].numpy()
+        shot = Image.open(BytesIO(detail.locator(".picture i").screenshot())).convert("L")
+        side = shot.size[0] / 8
+        middles = [[shot.getpixel((int((x + 0.5) * side), int((y + 0.5) * side))) for x in range(8)] for y in range(8)]
+        assert np.abs(np.array(middles) - pixels.astype(int)).max() <= 2
+
+    def test_every_exit_has_its_say(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        seen.page.locator("#tiles-tricky button").first.click()
+        point = zoo.data["galleries"]["tricky"][0]
+        rows = seen.page.locator("#detail tbody tr")
+        assert rows.count() == 4
+        for k in range(4):
+            for side, cell in (("vanilla", 1), ("ours", 2)):
+                said = zoo.data["classes"][zoo.data["points"][side]["predicted"][k][point]]
+                assert said in rows.nth(k).locator("td").nth(cell).inner_text()
+        assert seen.page.locator("#detail").inner_text().count("leaves here") == 2
+
+    def test_hovering_says_what_a_point_is(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        scatter = seen.page.locator("svg[data-side=vanilla]")
+        scatter.scroll_into_view_if_needed()
+        box = scatter.bounding_box()
+        assert box is not None
+        seen.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+        seen.page.mouse.move(box["x"] + box["width"] / 4 + 2, box["y"] + 52)
+        assert "sure\nentropy" in seen.text("#tip")
+
+    def test_another_exit_is_another_picture(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        marks = seen.page.locator("svg[data-side=ours] path.points.wrong")
+        before = marks.get_attribute("d")
+        seen.page.get_by_role("group", name="At").first.get_by_label("exit 1").check()
+        assert marks.get_attribute("d") != before
+        share = zoo.data["uncertainty"]["ours"][0]["erring_share"]
+        assert f"{100 * share:.2f} % of samples" in seen.page.locator("#uncertainty").inner_text()
+
+
+@pytest.mark.slow
+class TestExamples:
+    def test_saved_and_lost_follow_the_budget(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        for step in (10, 30):
+            seen.move(step)
+            for kind in ("saved", "lost"):
+                found = zoo.data["explorers"][0]["steps"][step][kind]
+                labels = [zoo.data["classes"][zoo.data["points"]["label"][i]] for i in found["points"]]
+                assert seen.page.locator(f"#tiles-{kind} strong").all_inner_texts() == labels
+            assert f"{found['samples']:,} of 10,000 samples" in seen.page.locator("#examples").inner_text()
+
+    def test_without_pictures_it_says_how_to_get_them(self, zoo: Written, tab: Open, tmp_path: Path) -> None:
+        bare = replace(
+            zoo.report, data={**zoo.data, "pictures": None, "pictures_note": "No pictures: --root"}, sheet=None
+        )
+        seen = tab(written(bare, tmp_path / "bare.html").file)
+        assert "No pictures: --root" in seen.page.locator("#examples .note").inner_text()
+        assert seen.page.locator("#examples .picture").count() == 0
+        assert "entropy 0." in seen.page.locator("#tiles-easy").inner_text()
+
+
+@pytest.mark.slow
+class TestCalibration:
+    def test_diagrams_are_of_the_exits_taken_or_of_one(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        step = zoo.data["explorers"][0]["chosen"]
+        found = zoo.data["explorers"][0]["steps"][step]["ours"]
+        words = seen.page.locator("#calibration-ours")
+        assert words.inner_text().startswith(f"ECE {found['ece']:.3f}; AUROC")
+        assert f"{found['auroc']:.3f}" in words.inner_text()
+        seen.page.locator("#calibration").get_by_label("exit 2").check()
+        metrics = zoo.data["uncertainty"]["ours"][1]["metrics"]
+        assert words.inner_text().startswith(f"ECE {metrics['ece']:.3f}; AUROC")
+
+
+@pytest.mark.slow
+class TestTables:
+    def test_a_click_sorts(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        table = seen.page.locator("#table-ablation")
+        names = lambda: table.locator("tbody th").all_inner_texts()  # noqa: E731
+        rows = zoo.data["tables"][0]["rows"]
+        assert names() == [row["method"] for row in rows]
+        table.get_by_label("Sort by ECE", exact=True).click()
+        falling = [row["method"] for row in sorted(rows, key=lambda row: -row["metrics"]["ece"])]
+        assert names() == falling
+        table.get_by_label("Sort by ECE", exact=True).click()
+        assert names() == falling[::-1]
+        assert table.locator("th[aria-sort=ascending]").inner_text().startswith("ECE")
+        table.get_by_label("Sort by method").click()
+        assert names() == sorted(names(), key=str.casefold)
+
+    def test_numbers_changes_and_what_was_published(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file)
+        cells = seen.page.locator("#table-ablation tbody tr").last.locator("td")
+        row = zoo.data["tables"][0]["rows"][-1]
+        texts = cells.all_inner_texts()
+        assert texts[:2] == [shown_percent(row["metrics"]["top1"]), f"+{shown_percent(row['change']['top1'])}"]
+        assert texts[2:4] == ["69.84", "+0.59"]
+        kinds = [cells.nth(i).get_attribute("class") for i in (1, 9)]
+        assert kinds == ["better", "better"]
+        second = seen.page.locator("#table-ablation tbody tr").nth(1).locator("td").nth(1)
+        assert (second.inner_text()[0], second.get_attribute("class")) == ("\N{MINUS SIGN}", "worse")
+
+    @pytest.mark.parametrize("kind", ["csv", "latex"])
+    def test_copies(self, zoo: Written, tab: Open, kind: str) -> None:
+        seen = tab(zoo.file)
+        seen.page.evaluate("document.addEventListener('copy', () => { window.copied = document.activeElement.value; })")
+        button = seen.page.locator("#tables .buttons button").nth(["csv", "latex"].index(kind))
+        button.click()
+        assert button.inner_text() == "Copied"
+        assert seen.page.evaluate("window.copied") == zoo.data["tables"][0][kind]
+
+
+@pytest.mark.slow
+class TestLook:
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_fits_and_nothing_overlaps(self, zoo: Written, tab: Open, width: int, theme: str) -> None:
+        seen = tab(zoo.file, width, theme)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        seen.page.screenshot(path=SCREENSHOTS / f"report-{width}-{theme}.png", full_page=True)
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == width
+        assert seen.page.evaluate(OVERLAPS) == []
+        assert seen.page.evaluate(FAINT) == []
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_so_does_a_run_with_two_exits_and_strange_names(self, hostile: Written, tab: Open, width: int) -> None:
+        seen = tab(hostile.file, width)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        seen.page.screenshot(path=SCREENSHOTS / f"strange-{width}.png", full_page=True)
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == width
+        assert seen.page.evaluate(OVERLAPS) == []
+
+    def test_themes(self, zoo: Written, tab: Open) -> None:
+        colour = "getComputedStyle(document.body).backgroundColor"
+        seen = tab(zoo.file, theme="dark")
+        dark = seen.page.evaluate(colour)
+        seen.page.click("#theme")
+        light = seen.page.evaluate(colour)
+        assert (dark, light) == ("rgb(20, 23, 27)", "rgb(255, 255, 255)")
+        seen.page.reload()
+        seen.page.wait_for_selector("html[data-ready=yes]", state="attached")
+        assert seen.page.evaluate(colour) == light  # what was chosen is remembered
+
+    def test_prints(self, zoo: Written, tab: Open) -> None:
+        seen = tab(zoo.file, theme="dark")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        printed = seen.page.pdf(path=SCREENSHOTS / "report.pdf", format="A4", print_background=True)
+        assert printed.startswith(b"%PDF")
+        assert 4 <= printed.count(b"/Type /Page\n") <= 25
+
+    def test_keys_reach_everything(self, digits: Path, tab: Open) -> None:
+        seen = tab(digits)
+        reached = set()
+        for _ in range(150):
+            seen.page.keyboard.press("Tab")
+            reached.add(seen.page.evaluate("(document.activeElement.id || document.activeElement.tagName)"))
+        wanted = {
+            "theme",
+            "budget",
+            "unit",
+            "exits",
+            "table-ablation",
+            "cost-net",
+            "A",
+            "SUMMARY",
+            "BUTTON",
+            "INPUT",
+            "svg",
+        }
+        assert wanted <= reached
+
+    def test_pictures_in_print_and_themes_need_no_network(self, digits: Path, tab: Open) -> None:
+        seen = tab(digits)
+        style = "getComputedStyle(document.querySelector('#tiles-easy .picture i')).backgroundImage.slice(0, 22)"
+        assert seen.page.evaluate(style) == 'url("data:image/png;ba'
+
+
+class TestStrangeNames:
+    def test_are_text(self, hostile: Written, tab: Open) -> None:
+        seen = tab(hostile.file)
+        assert seen.page.title() == "<b>run · exitwise"
+        assert "<b>run" in seen.text("#run")
+        words = seen.page.locator("main").inner_text()
+        labels = {zoo_label for kind in ("easy", "hard", "tricky") for zoo_label in hostile.data["galleries"][kind]}
+        shown = {HOSTILE[hostile.data["points"]["label"][i]] for i in labels}
+        assert shown
+        assert all(name in words for name in shown)
+        assert seen.page.locator("main img").count() == 0
+        for name in HOSTILE:
+            point = hostile.data["points"]["label"].index(HOSTILE.index(name))
+            seen.page.evaluate(f"pick({point})")
+            assert seen.page.locator("#detail h3").inner_text() == name
+
+
+@pytest.mark.slow
+class TestLive:
+    def epochs(self, number: int) -> History:
+        return History(
+            tuple(Epoch(i + 1, 0.1, 3.0 - i, 3.1 - i, (0.3, 0.4 + i / 10), 900.0, 1.5) for i in range(number))
+        )
+
+    def test_reloads_itself_while_the_run_trains(self, tab: Open, tmp_path: Path) -> None:
+        place = new_run(tmp_path / "run", random_trace(), {"recipe": {"epochs": 3}})
+        (place / "trace.safetensors").unlink()
+        file = place / "report.html"
+        pages.write(training_report(Run(place), live=True), file)
+        seen = tab(file)
+        assert "Not one epoch" in seen.text("#epochs")
+        self.epochs(2).save(place / "history.csv")
+        pages.write(training_report(Run(place), live=True), file)
+        expect(seen.page.locator("#epochs")).to_contain_text("2 of 3 epochs", timeout=60_000)
+        assert seen.page.locator("#training .figure path.line").count() == 4
+        self.epochs(3).save(place / "history.csv")
+        pages.write(training_report(Run(place), live=False), file)
+        expect(seen.page.locator("#epochs")).to_contain_text("3 of 3 epochs", timeout=60_000)
+        assert seen.page.locator("meta[http-equiv=refresh]").count() == 0
+        assert "that of epoch 3" in seen.text("#epochs")
+        replace(self.epochs(3), kept=(2, 0)).save(place / "history.csv")
+        pages.write(training_report(Run(place), live=False), file)
+        seen.page.reload()
+        assert "exit 1 of epoch 2, exit 2 as it was" in seen.text("#epochs")
+
+
+def test_one_exit(tab: Open, tmp_path: Path) -> None:
+    trace = replace(random_trace(widths=(6,)), costs=Costs((1e6,)))
+    seen = tab(written(build(Run(new_run(tmp_path / "run", trace)), Order()), tmp_path / "report.html").file, 390)
+    assert "A network with one exit" in seen.page.locator("#headline").inner_text()
+    assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+# Pairs of words in one chart that lie over each other.
+OVERLAPS = """() => [...document.querySelectorAll(".figure svg")].flatMap((svg) => {
+  const boxes = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+  const over = ([a, p], [b, q]) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+    && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4;
+  return boxes.flatMap((one, i) => boxes.slice(i + 1).filter((other) => over(one, other))
+    .map((other) => `${one[0]} / ${other[0]}`));
+})"""
+
+# Words whose colour differs too little from what is behind them (WCAG AA: 4.5).
+FAINT = """() => {
+  const light = (colour) => {
+    const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => linear(Number(v) / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(colour) && colour !== "transparent") return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const faint = new Set();
+  const words = "p, h1, h2, h3, td, th, li, label, legend, dt, dd, button, summary, text, span, output, strong";
+  for (const node of document.querySelectorAll(words)) {
+    if (!node.textContent.trim() || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node), front = node.tagName === "text" ? style.fill : style.color;
+    const [a, b] = [light(front), light(behind(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) >= 4.5) continue;
+    faint.add(`${node.tagName}.${node.getAttribute("class")} ${front}: ${node.textContent.slice(0, 30)}`);
+  }
+  return [...faint];
+}"""

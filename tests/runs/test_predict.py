@@ -1,0 +1,390 @@
+"""`exitwise predict`: pictures to rows, as real processes meet them."""
+
+import csv
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import Command, zoo_run
+from PIL import Image
+
+import exitwise as ew
+
+pytestmark = pytest.mark.numerical
+
+FIELDS = ["image", "predicted", "label", "confidence", "exit", "cost", "error"]
+
+
+def noise(seed: int, shape: tuple[int, ...] = (32, 32, 3)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The zoo's net as a run, calibrated."""
+    place = zoo_run(tmp_path_factory.mktemp("predict") / "run")
+    trace = ew.Trace.load(place / "trace.safetensors")
+    made = ew.calibrate(trace)
+    made.save(place / "calibrations" / f"{made.method.slug}.safetensors")
+    return place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty pictures, in two folders."""
+    place = tmp_path_factory.mktemp("pictures")
+    (place / "b").mkdir()
+    for number in range(40):
+        Image.fromarray(noise(number)).save(place / ("b" if number % 2 else ".") / f"{number:02}.png")
+    (place / "notes.txt").write_text("no picture")
+    return place
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "exitwise", *map(str, arguments)]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class TestRows:
+    @pytest.mark.slow
+    def test_they_are_the_classifiers_answers(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
+        done = exitwise("predict", run, folder, "--budget", "50%", "--out", tmp_path / "p.csv")
+        assert done.status == 0
+        assert done.out == ""
+        rows = read(tmp_path / "p.csv")
+        files = sorted(folder.rglob("*.png"))
+        assert [row["image"] for row in rows] == [str(file) for file in files]
+        trace = ew.Trace.load(run / "trace.safetensors")
+        calibration = ew.calibrate(trace)
+        half = trace.costs.values[-1] / 2
+        policy = ew.fit_policy(calibration.predict(trace.val), trace.val.labels, trace.costs, budget=half)
+        pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).permute(0, 3, 1, 2)
+        # CIFAR-100's published mean and deviation of each channel
+        mean, std = torch.tensor([0.5071, 0.4867, 0.4408]), torch.tensor([0.2675, 0.2565, 0.2761])
+        images = (pictures / 255 - mean[:, None, None]) / std[:, None, None]
+        found = ew.Classifier(ew.load_net(run / "net.safetensors"), calibration, policy)(images)
+        assert [int(row["predicted"]) for row in rows] == found.predicted.tolist()
+        assert [int(row["exit"]) for row in rows] == found.exits.tolist()
+        assert [float(row["cost"]) for row in rows] == found.costs.tolist()
+        assert [float(row["confidence"]) for row in rows] == pytest.approx(found.probs.amax(1).tolist(), abs=1e-5)
+        assert trace.classes is not None
+        assert [row["label"] for row in rows] == [trace.classes[k] for k in found.predicted.tolist()]
+        assert "40 images" in done.err
+        assert f"mean cost {found.mean_cost / 1e6:.4g} million MACs" in done.err
+
+    def test_lines_of_json_with_all_probabilities(self, run: Path, folder: Path, exitwise: Command) -> None:
+        done = exitwise("predict", run, folder / "00.png", folder / "b", "--budget", "2e7", "--json", "--probs")
+        rows = [json.loads(line) for line in done.out.splitlines()]
+        assert len(rows) == 21
+        assert list(rows[0]) == [*FIELDS, "probs"]
+        for row in rows:
+            assert sum(row["probs"]) == pytest.approx(1, abs=1e-4)
+            assert row["probs"][row["predicted"]] == pytest.approx(row["confidence"], abs=1e-6)
+            assert row["error"] is None
+
+    def test_a_list_on_stdin(self, run: Path, folder: Path, exitwise: Command, monkeypatch: Any) -> None:
+        class Stdin:
+            buffer = BytesIO(f"{folder / '04.png'}\r\n\n{folder / '02.png'}\n{folder / 'gone.png'}".encode())
+
+        monkeypatch.setattr(sys, "stdin", Stdin())
+        done = exitwise("predict", run, "-", "--budget", "50%")
+        rows = list(csv.DictReader(done.out.splitlines()))
+        assert [Path(row["image"]).name for row in rows] == ["04.png", "02.png", "gone.png"]
+        assert "No such file" in rows[2]["error"]
+        assert rows[1]["error"] == ""
+
+    @pytest.mark.slow
+    def test_without_a_budget_the_last_evaluated_one_counts(self, run: Path, folder: Path, exitwise: Command) -> None:
+        said = exitwise("predict", run, folder / "00.png")
+        assert "half of the full cost" in said.err
+        exitwise("evaluate", run, "--budget", "30%")
+        low = exitwise("predict", run, folder, "--json")
+        assert "half" not in low.err
+        again = exitwise("predict", run, folder, "--json", "--budget", "30%")
+        assert low.out == again.out
+        (run / "policy.json").unlink()
+
+
+class TestPictures:
+    """What a file may hold."""
+
+    @pytest.mark.parametrize(
+        ("make", "problem"),
+        [
+            (lambda path: path.write_bytes(b""), "cannot be read as a picture"),
+            (lambda path: path.write_bytes(b"text"), "cannot be read as a picture"),
+            (lambda path: path.mkdir(), "holds no pictures"),
+            (lambda path: Image.fromarray(noise(1, (64, 64, 3))).save(path, "JPEG"), None),
+            (lambda path: Image.fromarray(noise(1, (100, 40))).save(path, "PNG"), None),
+            (lambda path: Image.fromarray(noise(1, (32, 32, 4))).save(path, "PNG"), None),
+            (lambda path: Image.new("RGB", (32, 32), (7, 7, 7)).save(path, "PNG"), "every pixel is 7"),
+            (lambda path: Image.new("L", (5, 9), 0).save(path, "PNG"), "every pixel is 0"),
+            (lambda path: Image.fromarray(np.full((32, 32), np.nan, np.float32)).save(path, "TIFF"), "32 bits"),
+        ],
+    )
+    @pytest.mark.slow_after_first
+    def test_each_gets_a_row(
+        self,
+        make: Callable[[Path], Any],
+        problem: str | None,
+        run: Path,
+        folder: Path,
+        tmp_path: Path,
+        exitwise: Command,
+    ) -> None:
+        odd = tmp_path / "odd"
+        make(odd)
+        done = exitwise("predict", run, folder / "00.png", odd, folder / "02.png", "--budget", "50%", "--json")
+        if odd.is_dir():
+            assert (done.status, done.out) == (2, "")
+            assert problem is not None
+            assert problem in done.err
+            return
+        assert done.status == 0
+        rows = [json.loads(line) for line in done.out.splitlines()]
+        assert [Path(row["image"]).name for row in rows] == ["00.png", "odd", "02.png"]
+        assert rows[0]["error"] is None
+        assert rows[2]["error"] is None
+        if problem is None:
+            assert rows[1]["error"] is None
+        else:
+            assert problem in rows[1]["error"]
+            assert [rows[1][key] for key in FIELDS[1:6]] == [None] * 5
+            assert "1 with an error" in done.err
+
+    def test_a_truncated_picture_is_an_error(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
+        whole = (folder / "00.png").read_bytes()
+        (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+        done = exitwise("predict", run, tmp_path / "cut.png", "--budget", "50%", "--json")
+        assert "cannot be read" in json.loads(done.out)["error"]
+
+    def test_a_net_that_overflows_says_so_in_the_row(
+        self, run: Path, folder: Path, tmp_path: Path, exitwise: Command
+    ) -> None:
+        """The same net with a first layer so large that float32 cannot hold what comes of it for bright pictures."""
+        broken = tmp_path / "run"
+        shutil.copytree(run, broken)
+        net = ew.load_net(broken / "net.safetensors")
+        weight = dict(net.named_parameters())["stages.0.0.scales.0.0.weight"]
+        with torch.no_grad():
+            weight *= 1e37
+        ew.save_checkpoint(net, broken / "net.safetensors")
+        done = exitwise("predict", broken, folder / "00.png", "--budget", "50%", "--json")
+        assert done.status == 0
+        row = json.loads(done.out)
+        assert "not finite" in row["error"]
+        assert row["predicted"] is None
+
+    @pytest.mark.slow
+    def test_pictures_of_one_channel(self, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run on digits reads a picture file as it reads the data set: gray, 8 x 8."""
+        monkeypatch.chdir(tmp_path)
+        exitwise("train", "--data", "digits", "--out", "run", "--epochs", 2)
+        exitwise("collect", "run")
+        pictures, _ = ew.data.load("digits")
+        pixels = pictures.pixels_of(torch.arange(20), None, None)
+        for number, picture in enumerate(pixels):
+            Image.fromarray(picture[0].numpy()).save(f"{number:02}.png")
+        done = exitwise("predict", "run", *(f"{number:02}.png" for number in range(20)), "--budget", "80%", "--json")
+        rows = [json.loads(line) for line in done.out.splitlines()]
+        net = ew.load_net("run/net.safetensors")
+        with torch.no_grad():
+            logits = net((pixels / 255 - 0.3053) / 0.3760)
+        for k, row in enumerate(rows):
+            assert row["error"] is None
+            if row["exit"] == 0:  # calibrated by temperature and draws, which seldom change the first choice
+                assert logits[0][k].topk(2).indices.tolist().count(row["predicted"]) == 1
+
+
+@pytest.fixture(scope="module")
+def names(folder: Path) -> bytes:
+    """A list of twelve hundred pictures."""
+    return "".join(f"{file}\n" for file in sorted(folder.rglob("*.png")) * 30).encode()
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path, names: bytes, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What comes out for them when nothing happens."""
+    out = tmp_path_factory.mktemp("whole") / "p.csv"
+    subprocess.run(order(run, out), input=names, env=ENVIRONMENT, check=True, capture_output=True)
+    return out.read_bytes()
+
+
+def order(run: Path, out: Path, *more: str) -> list[str]:
+    return command("predict", run, "-", "--budget", "50%", "--batch-size", 4, "--out", out, *more)
+
+
+class TestFaults:
+    """What may happen on the way."""
+
+    def same(self, found: bytes, whole: bytes) -> None:
+        """Rows of the same pictures with the same answers; probabilities may differ in the last digits."""
+        mine, theirs = ([line.split(b",") for line in data.splitlines()] for data in (found, whole))
+        assert [row[0] for row in mine] == [row[0] for row in theirs]
+        assert sum(a[:3] + a[4:] != b[:3] + b[4:] for a, b in zip(mine, theirs, strict=True)) <= 2
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.slow
+    def test_interrupted_and_resumed_no_row_is_lost_and_none_is_twice(
+        self, number: signal.Signals, run: Path, names: bytes, whole: bytes, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "p.csv"
+        interrupted = 0
+        for _ in range(20):
+            process = subprocess.Popen(
+                order(run, out, "--resume"),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+            )
+            assert process.stdin is not None
+            before = out.stat().st_size if out.exists() else 0
+            *most, last = names.splitlines(keepends=True)
+            process.stdin.write(b"".join(most))
+            process.stdin.flush()
+            # Without the last name it cannot end before it is interrupted.
+            started = time.monotonic()
+            while interrupted < 2 and process.poll() is None and time.monotonic() < started + 300:
+                if out.exists() and out.stat().st_size > before + 500:
+                    process.send_signal(number)
+                    process.wait(timeout=300)
+                time.sleep(0.002)
+            with suppress(BrokenPipeError):
+                process.stdin.write(last)
+                process.stdin.close()
+            status = process.wait(timeout=300)
+            assert process.stderr is not None
+            err = process.stderr.read().decode()
+            process.stderr.close()
+            if status == 0:
+                break
+            assert status == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+            assert "Traceback" not in err
+            interrupted += 1
+            if number != signal.SIGKILL:  # which leaves no time for anything
+                assert out.read_bytes().endswith(b"\n")
+                assert whole.count(b"\n") > out.read_bytes().count(b"\n") > 1
+        assert interrupted == 2
+        self.same(out.read_bytes(), whole)
+
+    @pytest.mark.slow
+    def test_a_full_disk(self, run: Path, names: bytes, whole: bytes, tmp_path: Path) -> None:
+        """A limit on the size of files stands for it: the same error, from the same call."""
+        out = tmp_path / "p.csv"
+
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_001, 10_001))
+
+        done = subprocess.run(
+            order(run, out), input=names, env=ENVIRONMENT, capture_output=True, preexec_fn=limit, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.decode().count("\n") == 1
+        assert f"File too large: {out}" in done.stderr.decode()
+        held = out.read_bytes()
+        assert 9_000 < len(held) <= 10_001
+        assert held.endswith(b"\n")
+        self.same(held, b"".join(whole.splitlines(keepends=True)[: held.count(b"\n")]))
+        subprocess.run(order(run, out, "--resume"), input=names, env=ENVIRONMENT, check=True, capture_output=True)
+        self.same(out.read_bytes(), whole)
+
+    @pytest.mark.slow
+    def test_a_reader_that_goes_away(self, run: Path, names: bytes) -> None:
+        process = subprocess.Popen(
+            command("predict", run, "-", "--budget", "50%", "--batch-size", 4),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(names)
+        process.stdin.close()
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.stdout.close()
+        assert process.wait() != 0
+        assert lines[0].decode().strip().split(",") == FIELDS
+        assert "Traceback" not in process.stderr.read().decode()
+        process.stderr.close()
+
+    @pytest.mark.slow
+    def test_stdout_on_a_full_disk(self, run: Path, names: bytes) -> None:
+        if not Path("/dev/full").exists():
+            pytest.skip("needs /dev/full")
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                command("predict", run, "-", "--budget", "50%"),
+                input=names,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                check=False,
+            )
+        assert done.returncode == 2
+        assert done.stderr.decode().splitlines()[-1] == "exitwise: No space left on device"
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["--format", "xml"], "`--format` must be one of csv, jsonl"),
+            (["--format", "csv", "--json"], "--json means --format jsonl"),
+            (["--probs"], "--probs needs --format jsonl"),
+            (["--resume"], "say which by --out"),
+            (["--batch-size", "0"], "`--batch-size` must be at least 1"),
+            (["--threads", "0"], "`--threads` must be at least 1"),
+            (["--budget", "much"], "`--budget` must be like"),
+            (["--budget", "1%"], "`budget` must lie between"),
+            (["--budget", "5ms"], "has no times yet: run `exitwise bench"),
+            (["--score", "luck"], "`score` must be one of"),
+            (["--method", "T_opt", "--score", "variance"], "needs draws"),
+            (["--net", "os:getcwd"], "--net is for other nets"),
+        ],
+    )
+    def test_options(self, arguments: list[str], problem: str, run: Path, folder: Path, exitwise: Command) -> None:
+        done = exitwise("predict", run, folder / "00.png", *arguments)
+        assert (done.status, done.out) == (2, "")
+        assert problem in done.err
+        assert len(done.err.splitlines()) <= 2
+
+    @pytest.mark.slow
+    def test_a_file_that_exists(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
+        out = tmp_path / "p.csv"
+        exitwise("predict", run, folder / "00.png", folder / "02.png", "--budget", "50%", "--out", out)
+        before = out.read_bytes()
+        assert "exists" in exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out).err
+        other = exitwise("predict", run, folder / "02.png", "--budget", "50%", "--out", out, "--resume")
+        assert other.status == 2
+        assert "not the list it was made from" in other.err
+        shorter = exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out, "--resume")
+        assert "there are no more pictures" in shorter.err
+        assert out.read_bytes() == before
+        exitwise("predict", run, folder / "04.png", "--budget", "50%", "--out", out, "--force")
+        assert [Path(row["image"]).name for row in read(out)] == ["04.png"]
+        assert "is no regular file" in exitwise("predict", run, folder, "--out", tmp_path).err
+        assert exitwise("predict", run, folder / "00.png", "-").status == 2
+        assert "is not a run" in exitwise("predict", tmp_path, folder / "00.png").err
