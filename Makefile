@@ -23,6 +23,7 @@ test-all: lint types
 lint: $(VENV)/dev.ready
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(VENV)/dev.ready
 	$(BIN)/python -m mypy

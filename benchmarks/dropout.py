@@ -16,7 +16,7 @@ from record import by_threads, options, record, seconds
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.models.macs import cost_table
+from exitwise.calibration.overhead import cost_table
 from exitwise.runtime.exit_modules import RuntimeExit, runtime_exits
 
 METHODS = {"vanilla": "MSDNet (vanilla)", "Laplace": "Laplace", "MC dropout": "MC dropout"}

@@ -21,10 +21,10 @@ from results import machine, rounded
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA
+from exitwise.calibration.overhead import cost_table
 from exitwise.core.files import write_json
 from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
 from exitwise.evaluation.evaluate import Outcomes
-from exitwise.models.macs import cost_table
 from exitwise.policies.fit import Fitter
 from exitwise.runs.run import Run
 

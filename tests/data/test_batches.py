@@ -114,8 +114,8 @@ def test_processes_share_batches_without_rest_or_overlap(n: int, batch_size: int
     assert len(batches) == len(whole) == -(-n // batch_size)
     assert torch.cat([index for *_, index in whole]).tolist() == list(range(n))
     assert all(len(labels) == batch_size for _, labels, _ in whole[:-1])
-    shares = [list(batches.dealt(rank, world)) for rank in range(world)]
-    assert [len(share) for share in shares] == [len(batches.dealt(rank, world)) for rank in range(world)]
+    shares = [list(batches.shard(rank, world)) for rank in range(world)]
+    assert [len(share) for share in shares] == [len(batches.shard(rank, world)) for rank in range(world)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     dealt = [shares[number % world][number // world] for number in range(len(whole))]
     assert same(dealt, whole)
@@ -124,7 +124,7 @@ def test_processes_share_batches_without_rest_or_overlap(n: int, batch_size: int
 
 def test_shares_can_be_shared_again() -> None:
     batches = Batches(image_set(40), 3)
-    again = [batch for rank in range(2) for batch in batches.dealt(1, 3).dealt(rank, 2)]
+    again = [batch for rank in range(2) for batch in batches.shard(1, 3).dealt(rank, 2)]
     assert sorted(index[0].item() for *_, index in again) == [3 * number for number in range(1, 14, 3)]
 
 

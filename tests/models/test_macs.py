@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import exitwise as ew
 from exitwise import models, zoo
+from exitwise.calibration import overhead
 from exitwise.core.nested import kind
 from exitwise.models import macs
 
@@ -80,7 +81,7 @@ def test_cost_figure_exactly_as_published(dataset: str, size: str, kind: str) ->
     vanilla = [
         float(row["mflops_cumulative"]) * 1e6 for row in published("msdnet_architectures", dataset=start, size=size)
     ]
-    bars = macs.figure_laplace_costs(vanilla, widths(dataset, size), DATA[dataset][1])
+    bars = overhead.figure_laplace_costs(vanilla, widths(dataset, size), DATA[dataset][1])
     printed = published("laplace_cost", dataset=dataset, size=size, kind=kind)
     assert [row["exit"] for row in printed] == [str(k + 1) for k in range(len(vanilla))]
     assert [float(f"{bar:.15g}") for bar in bars[kind]] == [float(row["flops_cumulative"]) for row in printed]
@@ -92,7 +93,7 @@ def test_cost_figure_exactly_as_published(dataset: str, size: str, kind: str) ->
 @pytest.mark.slow_after_first
 def test_mc_dropout_adds_the_percentages_of_the_paper(dataset: str, least: int, most: int) -> None:
     percent = [
-        100 * k * macs.mc_dropout_macs(p, DATA[dataset][1]) / vanilla
+        100 * k * overhead.mc_dropout_macs(p, DATA[dataset][1]) / vanilla
         for size in SIZES
         for k, (vanilla, p) in enumerate(zip(counts(dataset, size)[0], widths(dataset, size), strict=True), start=1)
     ]
@@ -107,7 +108,7 @@ def test_cost_table_pays_at_every_exit_on_the_way(preset: str, samples: int) -> 
         net = models.msdnet(preset)
     shape, c, L = models.config(preset).input_shape, net.num_classes, samples
     ps = [head.last.in_features for head in net.exits]
-    rows = macs.cost_table(net, shape, samples)
+    rows = overhead.cost_table(net, shape, samples)
     vanilla = ew.macs(net, shape)
     assert [row.exit for row in rows] == list(range(len(ps)))
     assert [row.vanilla for row in rows] == vanilla
@@ -128,9 +129,9 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
     for preset, same in (("cifar100-small", True), ("imagenet-small", False)):
         with torch.device("meta"):
             net = models.msdnet(preset)
-        rows = macs.cost_table(net, models.config(preset).input_shape)
+        rows = overhead.cost_table(net, models.config(preset).input_shape)
         ps = [head.last.in_features for head in net.exits]
-        bars = macs.figure_laplace_costs([row.vanilla for row in rows], ps, net.num_classes)
+        bars = overhead.figure_laplace_costs([row.vanilla for row in rows], ps, net.num_classes)
         assert ([row.laplace for row in rows] == bars["efficient"]) is same
 
 

@@ -32,10 +32,10 @@ from PIL import Image
 import exitwise as ew
 from exitwise import data, models, zoo
 from exitwise.calibration.methods import METHODS, OURS, VANILLA
+from exitwise.calibration.overhead import cost_table
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.files import write_json
 from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, study
-from exitwise.models.macs import cost_table
 from exitwise.policies.policy import sweep
 from exitwise.report import budget_explorer, images, live, page, uncertainty
 from exitwise.report.build import Order, Report, build, training_report

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import exitwise as ew
-from exitwise.runs.run import creating
+from exitwise.core.files import creating
 
 
 def test_a_run_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:

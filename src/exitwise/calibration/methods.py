@@ -20,9 +20,6 @@ DROPOUT = 0.5  # the rate that a name stands for when it says none
 Ensemble = Literal["mie", "poe"]
 _ENSEMBLES: Mapping[Ensemble, str] = {"mie": "MIE", "poe": "PoE"}
 
-# What to say to those who want the variance over draws of a method that has none.
-NEEDS_DRAWS = "needs draws: choose a method with Laplace or MC dropout, without product of experts"
-
 
 @dataclass(frozen=True)
 class Method:

@@ -113,10 +113,12 @@ def demo(
     from exitwise.calibration.tuning import Tuner
     from exitwise.cli import tables
     from exitwise.cli.progress import status
+    from exitwise.core.costs import format_cost
+    from exitwise.core.files import creating
     from exitwise.evaluation.paper_tables import study
     from exitwise.report.build import Order, build
     from exitwise.report.page import write as write_report
-    from exitwise.runs.run import Run, creating
+    from exitwise.runs.run import Run
 
     with creating(out, force) as new, status("Calibrating by twelve methods"):
         for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
@@ -139,8 +141,8 @@ def demo(
     costs = trace.costs.values
     out_console.print(
         f"\n[bold]An MSDNet with {trace.num_exits} exits, trained on CIFAR-100 ({trace.num_classes} classes).[/bold] "
-        f"Stopping at the first exit costs {tables.amount(costs[0])} per image, "
-        f"at the last {tables.amount(costs[-1])}. "
+        f"Stopping at the first exit costs {format_cost(costs[0])} per image, "
+        f"at the last {format_cost(costs[-1])}. "
         f"Its confidence decides when to stop, and it is overconfident: that is what calibration mends.\n"
     )
     out_console.print(tables.ablation(found.ablation, "Ablation", published, out_console.width))
@@ -240,8 +242,8 @@ def cost(
     import torch
 
     from exitwise import models
+    from exitwise.calibration.overhead import cost_table
     from exitwise.cli import tables
-    from exitwise.models.macs import cost_table
 
     if samples < 1:
         raise InputError(f"`--samples` must be at least 1, but got {samples}")

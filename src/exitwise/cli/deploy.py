@@ -174,7 +174,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's calibrated net as an ONNX bundle, which needs only numpy and onnxruntime to run."""
-    from exitwise.cli.tables import amount
+    from exitwise.core.costs import format_cost
     from exitwise.runs import deploy
     from exitwise.runs.run import Run
 
@@ -183,7 +183,7 @@ def export(
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
         return print_json(bundle=str(out), files=files, policy=policy.to_dict())
-    budgeted = amount(policy.budget or 0.0, policy.unit)
+    budgeted = format_cost(policy.budget or 0.0, policy.unit)
     print(
         f"The bundle is in {out}: {', '.join(files)}. Its thresholds are for {budgeted} per image.\n"
         f"Try it: exitwise predict {out} IMAGES, or from Python: exitwise.runtime.onnx.Session({str(out)!r})"
@@ -231,14 +231,14 @@ def _print(data: bytes) -> None:
 
 
 def _words(summary: "Summary", full: tuple[float, str], seconds: float) -> str:
-    from exitwise.cli.tables import amount
+    from exitwise.core.costs import format_cost
 
     each = f", {1e3 * seconds / summary.images:.3g} ms each with reading and writing" if summary.images else ""
     said = [f"{summary.images} images in {seconds:.1f} s{each}"]
     if summary.mean_cost is not None:
         answered = summary.images - summary.errors
         said.append(
-            f"mean cost {amount(summary.mean_cost, full[1])}, {summary.mean_cost / full[0]:.1%} of the full net's"
+            f"mean cost {format_cost(summary.mean_cost, full[1])}, {summary.mean_cost / full[0]:.1%} of the full net's"
         )
         shares = ", ".join(f"{count / answered:.1%} at exit {k + 1}" for k, count in sorted(summary.exits.items()))
         said.append(f"left: {shares}")

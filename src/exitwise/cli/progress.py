@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from exitwise.calibration.collect import Progress as CollectProgress
 from exitwise.cli import tables
 from exitwise.core.rank import is_first_process
+from exitwise.models.input_batches import Progress as CollectProgress
 from exitwise.training.history import Epoch, History
 from exitwise.training.loop import Watcher
 

@@ -9,12 +9,12 @@ from rich.text import Text
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.methods import OURS, VANILLA
+from exitwise.calibration.overhead import ExitCost
 from exitwise.calibration.tuning import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
-from exitwise.core.costs import Costs
+from exitwise.core.costs import Costs, format_cost, format_percent
 from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
-from exitwise.models.macs import ExitCost
-from exitwise.policies.certificate import Guarantee
+from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Fit, Policy
 from exitwise.runs.compare import PUBLIC, PolicyTable
 from exitwise.runtime.bench import FULL as FULL_NET
@@ -33,16 +33,6 @@ def console(stderr: bool = False) -> Console:
     """As wide as the terminal; as wide as our tables where there is none."""
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
-
-
-def amount(value: float, unit: str = "MACs") -> str:
-    """A cost in words: 38.04 million MACs, 12.5 ms."""
-    if unit != "MACs":
-        return f"{value:.4g} {unit}"
-    for size, name in ((1e9, "billion"), (1e6, "million")):
-        if value >= size:
-            return f"{value / size:.4g} {name} MACs"
-    return f"{value:.6g} MACs"
 
 
 def metric(name: str, value: float) -> str:
@@ -83,7 +73,7 @@ def ablation(
     table: Table, title: str, published: Mapping[str, Mapping[str, float]] | None, width: int = _WIDE
 ) -> RichTable:
     """Means over the budget range with the change against the first row, and the paper's change where it has one."""
-    low, high = (amount(value, table.unit) for value in table.budget_range)
+    low, high = (format_cost(value, table.unit) for value in table.budget_range)
     budgets = f"mean over budgets from {low} to {high}" if table.budget_range[0] else f"one exit, at {high}"
     caption = f"\nTest set, {budgets}; ± is the change against the first row."
     if published:
@@ -156,15 +146,15 @@ def _bounded(value: float, bounds: tuple[float, float]) -> str:
 
 def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
     """Methods side by side at one budget."""
-    title = f"\nBudget {amount(budget, unit)} per sample"
+    title = f"\nBudget {format_cost(budget, unit)} per sample"
     table = _table(title, "\nThresholds fitted on the validation split, everything else measured on the test split.")
     table.add_column("")
     for name in found:
         table.add_column(name, justify="right")
     pairs = list(found.values())
     rows: list[tuple[str, list[str]]] = [
-        ("mean cost, validation", [amount(policy.cost or 0.0, unit) for policy, _ in pairs]),
-        ("mean cost, test", [amount(result.cost, unit) for _, result in pairs]),
+        ("mean cost, validation", [format_cost(policy.cost or 0.0, unit) for policy, _ in pairs]),
+        ("mean cost, test", [format_cost(result.cost, unit) for _, result in pairs]),
         ("top-1 %", [f"{result.top1:.2%}"[:-1] for _, result in pairs]),
         ("top-5 %", [f"{result.top5:.2%}"[:-1] for _, result in pairs]),
         ("NLPD", [f"{result.nlpd:.4f}" for _, result in pairs]),
@@ -195,7 +185,7 @@ def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence
         share = f"{result.exit_shares[k] * 100:.2f}"
         table.add_row(
             str(k + 1),
-            amount(costs[k], unit),
+            format_cost(costs[k], unit),
             word,
             share,
             f"{own.top1 * 100:.2f}",
@@ -279,7 +269,7 @@ def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[Ri
         stages.add_column(name, justify="right")
     for k, (ms, count) in enumerate(zip(costs.values, macs.values, strict=True), start=1):
         share = [f"{100 * value / all_[-1]:.1f}" for value, all_ in ((ms, costs.values), (count, macs.values))]
-        stages.add_row(str(k), f"{ms:.3f}", share[0], amount(count), share[1])
+        stages.add_row(str(k), f"{ms:.3f}", share[0], format_cost(count), share[1])
     yield stages
 
 
@@ -297,7 +287,7 @@ def fitted(policy: Policy) -> str:
         if fit.gap is not None and fit.labelled:
             said.append(f"On samples that they were not fitted on (cross-fitting) {_drop(fit)}.")
     if policy.guarantee is not None:
-        said.append(guaranteed(policy.guarantee, policy.unit))
+        said.append(describe_guarantee(policy.guarantee, policy.unit))
     return "\n" + " ".join(said) if said else ""
 
 
@@ -306,28 +296,6 @@ def _drop(fit: Fit) -> str:
     if fit.objective == "nlpd":
         return f"their NLPD is {abs(gap):.4f} {'higher' if gap > 0 else 'lower'}"
     return f"their accuracy is {100 * abs(gap):.2f} points {'lower' if gap > 0 else 'higher'}"
-
-
-def _percent(share: float) -> str:
-    """With as many digits as it has."""
-    return f"{100 * share:.10g} %"
-
-
-def guaranteed(made: Guarantee, unit: str) -> str:
-    """What a guarantee says."""
-    said = [f"Certified on {made.hold:,} samples that nothing else has seen:"]
-    if made.budget is not None and made.budget_delta is not None:
-        said.append(
-            f"with a probability of {_percent(1 - made.budget_delta)} the mean cost of pictures like these is at most "
-            f"{amount(made.budget, unit)};"
-        )
-    if made.risk is not None and made.risk_delta is not None:
-        word = "loss of accuracy" if made.risk == "accuracy" else "share of other answers"
-        said.append(
-            f"with a probability of {_percent(1 - made.risk_delta)} the {word} against the last exit is at most "
-            f"{made.epsilon:.2%};"
-        )
-    return " ".join(said)[:-1] + "."
 
 
 _STRATEGY_NAMES = {PUBLIC: "public rule", "label_free": "label-free"}
@@ -371,13 +339,13 @@ def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str
     tested = table.samples["tested_on"]["samples"]
     certified = (
         f" Certified: calibrated and fitted on half of it, certified on the other half: the mean cost is "
-        f"within the budget with a probability of {_percent(1 - table.certify)}."
+        f"within the budget with a probability of {format_percent(1 - table.certify)}."
         if table.certify is not None
         else ""
     )
     yield (
-        f"\nBudgets are in percent of the last exit's cost, {amount(table.full_cost, table.unit)}; costs in percent of "
-        f"the budget asked for. Calibrated and fitted on the validation split, measured on "
+        f"\nBudgets are in percent of the last exit's cost, {format_cost(table.full_cost, table.unit)}; "
+        f"costs in percent of the budget asked for. Calibrated and fitted on the validation split, measured on "
         f"{tested:,} test samples; ± and brackets: 95 % of {table.repeats} bootstrap draws.{certified}\n"
         f"The public rule takes no budget: of its 39 policies, the dearest within it on validation data. vs public: "
         f"points of top-1 beyond that rule at equal test cost, where it reaches that."

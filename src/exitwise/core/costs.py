@@ -57,3 +57,18 @@ class Costs:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def format_cost(value: float, unit: str = "MACs") -> str:
+    """A cost in words: 38.04 million MACs, 12.5 ms."""
+    if unit != "MACs":
+        return f"{value:.4g} {unit}"
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.4g} {name} MACs"
+    return f"{value:.6g} MACs"
+
+
+def format_percent(share: float) -> str:
+    """With as many digits as it has."""
+    return f"{100 * share:.10g} %"

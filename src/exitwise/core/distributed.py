@@ -9,7 +9,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from exitwise.core.errors import InputError, SharedError
-from exitwise.data.batches import Batches
 
 T = TypeVar("T")
 
@@ -28,8 +27,9 @@ def dealt(loader: Iterable[T]) -> Iterable[T]:
     """This process's share of a loader's batches: whole batches, none twice, none left out."""
     if world() == 1:
         return loader
-    if isinstance(loader, Batches):
-        return loader.dealt(rank(), world())
+    if hasattr(loader, "shard"):  # reads only what it needs
+        shard: Iterable[T] = loader.shard(rank(), world())
+        return shard
     return islice(loader, rank(), None, world())
 
 

@@ -13,6 +13,8 @@ from exitwise.core.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+NEEDS_DRAWS = "needs draws: choose a method with Laplace or MC dropout, without product of experts"
+
 Array = NDArray[Any]
 
 _HELD = 100_000_000  # probabilities kept in memory; beyond that exits are computed again when asked for again
@@ -170,3 +172,18 @@ def array_of(name: str, values: Any) -> Array:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError) as error:
         raise InputError(f"`{name}` must be an array of numbers: {error}") from None
+
+
+def check_labels(labels: object, samples: int, classes: int) -> Array:
+    """Labels (n,) as whole numbers in 0..c-1."""
+    found = np.asarray(labels)
+    if found.shape != (samples,) or not np.issubdtype(found.dtype, np.integer):
+        raise InputError(f"`labels` must be {samples} whole numbers, but got {found.dtype} {found.shape}")
+    if samples and not 0 <= found.min() <= found.max() < classes:
+        raise InputError(f"`labels` must lie in 0..{classes - 1}, but reach from {found.min()} to {found.max()}")
+    return found
+
+
+def log_true(log_probs: Array, labels: Array) -> Array:
+    """(n,) log p(true label) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
+    return np.asarray(log_probs[np.arange(len(labels)), labels])

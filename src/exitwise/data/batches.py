@@ -45,7 +45,7 @@ class Batches:
         if self.numbers is None:
             object.__setattr__(self, "numbers", range(-(-len(self.dataset) // self.batch_size)))
 
-    def dealt(self, rank: int, world: int) -> "Batches":
+    def shard(self, rank: int, world: int) -> "Batches":
         """Every `world`-th batch, from number `rank` on: one process's share."""
         return replace(self, numbers=self.numbers[rank::world])  # type: ignore[index]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array, Predictions
+from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.core.results import Result
 from exitwise.evaluation import metrics
 from exitwise.policies.policy import Policy
@@ -183,7 +183,7 @@ def budget_curve(
     costs = Costs.of(costs)
     if len(costs) != exits:
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
-    outcomes = Outcomes.of(preds, metrics.check_labels(labels, samples, classes))
+    outcomes = Outcomes.of(preds, check_labels(labels, samples, classes))
     points = []
     for policy in policies:
         if not isinstance(policy, Policy):

@@ -2,25 +2,11 @@
 
 import numpy as np
 
-from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
+from exitwise.core.predictions import check_labels as check_labels
+from exitwise.core.predictions import log_true as log_true
 
 BINS = 10
-
-
-def check_labels(labels: object, samples: int, classes: int) -> Array:
-    """Labels (n,) as whole numbers in 0..c-1."""
-    found = np.asarray(labels)
-    if found.shape != (samples,) or not np.issubdtype(found.dtype, np.integer):
-        raise InputError(f"`labels` must be {samples} whole numbers, but got {found.dtype} {found.shape}")
-    if samples and not 0 <= found.min() <= found.max() < classes:
-        raise InputError(f"`labels` must lie in 0..{classes - 1}, but reach from {found.min()} to {found.max()}")
-    return found
-
-
-def log_true(log_probs: Array, labels: Array) -> Array:
-    """(n,) log p(true label) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
-    return np.asarray(log_probs[np.arange(len(labels)), labels])
 
 
 def rank(log_probs: Array, labels: Array) -> Array:

@@ -7,8 +7,7 @@ elements, a recurrent layer its weights once per step, and a normalisation nothi
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
-from exitwise.calibration.methods import SAMPLES
 from exitwise.core.errors import NET_ERRORS, InputError, first_line
 from exitwise.core.nested import kind, mapped
 from exitwise.models.net import MultiExitNet
@@ -142,80 +140,3 @@ def _operations(module: fx.GraphModule, args: tuple[Any, ...]) -> int:
     with FlopCounterMode(display=False) as counter:
         module.forward(*args)  # not itself: it would be counted again
     return int(counter.get_total_flops()) // 2
-
-
-def laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
-    """The Laplace predictive of one exit on top of the plain one: s(x), then `samples` scaled shifts of the logits."""
-    return 2 * classes * samples + (features + 1) * (features + 2)
-
-
-def naive_laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> float:
-    """The same with a Cholesky factor of every sample's c x c covariance and the bias kept apart."""
-    c, p = classes, features
-    return c**3 / 3 + c**2 * (samples + 1) + c**2 + c * samples + p * (p + 1)
-
-
-def ensemble_macs(classes: int) -> int:
-    """Model-internal ensembling at one exit after the first: weigh, add, normalise."""
-    return 3 * classes
-
-
-def mc_dropout_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
-    """Last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
-    return samples * (features + 1) * classes
-
-
-@dataclass(frozen=True)
-class ExitCost:
-    """Cumulative MACs at one exit under each way of predicting, summed over the exits passed."""
-
-    exit: int
-    parameters: int
-    vanilla: int
-    laplace: float
-    naive_laplace: float
-    ensemble: float  # model-internal ensembling alone
-    ours: float  # Laplace and ensembling together
-    mc_dropout: float
-
-
-def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = SAMPLES) -> list[ExitCost]:
-    """Cost of every exit: each method pays its overhead at every exit on the way."""
-    c = net.num_classes
-    rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
-    counts = zip(macs(net, input_shape), parameters(net), net.exits, strict=True)
-    for k, (vanilla, params, head) in enumerate(counts):
-        p = head.last.in_features
-        laplace += laplace_macs(p, c, samples)
-        naive += naive_laplace_macs(p, c, samples)
-        ensemble += ensemble_macs(c) if k else 0
-        dropout += mc_dropout_macs(p, c, samples)
-        rows.append(
-            ExitCost(
-                exit=k,
-                parameters=params,
-                vanilla=vanilla,
-                laplace=vanilla + laplace,
-                naive_laplace=vanilla + naive,
-                ensemble=vanilla + ensemble,
-                ours=vanilla + laplace + ensemble,
-                mc_dropout=vanilla + dropout,
-            )
-        )
-    return rows
-
-
-def figure_laplace_costs(
-    vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = SAMPLES
-) -> dict[str, list[float]]:
-    """The bars of the paper's cost figure, as the figure computes them.
-
-    The figure multiplies the current exit's overhead by the number of exits passed, where `cost_table` sums each
-    exit's own, and starts from the printed, rounded vanilla costs. The two differ where feature widths differ.
-    """
-    passed = list(enumerate(zip(vanilla, features, strict=True), start=1))
-    return {
-        "vanilla": [cost for _, (cost, _) in passed],
-        "efficient": [cost + k * laplace_macs(p, classes, samples) for k, (cost, p) in passed],
-        "naive": [cost + k * naive_laplace_macs(p, classes, samples) for k, (cost, p) in passed],
-    }

@@ -69,6 +69,8 @@ class MultiExitNet(nn.Module):
         self.heads = _modules("heads", heads)
         # How to build this net again, e.g. {"preset": "cifar100-small"}; None for a net of the user's own.
         self.spec = spec
+        # Shape of one input, such as (3, 32, 32), where it is known.
+        self.input_shape: tuple[int, ...] | None = None
         if not self.stages or len(self.stages) != len(self.heads):
             raise InputError(
                 f"`stages` and `heads` must pair up, one of each per exit, "

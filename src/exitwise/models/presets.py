@@ -45,7 +45,9 @@ def built(
     """The net of a preset, with what is given instead of the preset's own, and the spec that says so."""
     config = look_up(preset, presets)
     changes = _overrides(config, num_classes=num_classes, in_channels=in_channels)
-    net = build(replace(config, **changes))  # type: ignore[type-var]  # every configuration is a dataclass
+    config = replace(config, **changes)  # type: ignore[type-var]  # every configuration is a dataclass
+    net = build(config)
+    net.input_shape = config.input_shape
     net.spec = {"preset": preset, **changes}
     return net
 

@@ -9,7 +9,7 @@ from math import ceil, exp, inf, log, log1p
 
 import numpy as np
 
-from exitwise.core.costs import is_number
+from exitwise.core.costs import format_cost, format_percent, is_number
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.results import Result
@@ -169,3 +169,20 @@ def _log_binomial(most: int, samples: int, share: float) -> float:
     terms = np.concatenate([[0.0], np.cumsum(np.log((samples - j + 1) / j) + log(share) - log1p(-share))])
     top = terms.max(initial=-inf)
     return float(samples * log1p(-share) + top + np.log(np.exp(terms - top).sum()))
+
+
+def describe_guarantee(guarantee: Guarantee, unit: str) -> str:
+    """What a guarantee says."""
+    said = [f"Certified on {guarantee.hold:,} samples that nothing else has seen:"]
+    if guarantee.budget is not None and guarantee.budget_delta is not None:
+        said.append(
+            f"with a probability of {format_percent(1 - guarantee.budget_delta)} "
+            f"the mean cost of pictures like these is at most {format_cost(guarantee.budget, unit)};"
+        )
+    if guarantee.risk is not None and guarantee.risk_delta is not None:
+        word = "loss of accuracy" if guarantee.risk == "accuracy" else "share of other answers"
+        said.append(
+            f"with a probability of {format_percent(1 - guarantee.risk_delta)} "
+            f"the {word} against the last exit is at most {guarantee.epsilon:.2%};"
+        )
+    return " ".join(said)[:-1] + "."

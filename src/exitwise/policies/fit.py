@@ -10,8 +10,7 @@ import numpy as np
 
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array, Predictions
-from exitwise.evaluation import metrics
+from exitwise.core.predictions import Array, Predictions, check_labels, log_true
 from exitwise.policies.certificate import Certificate
 from exitwise.policies.certify import Seen, certified, cheaper
 from exitwise.policies.cutoff_search import Search
@@ -81,7 +80,7 @@ def fit_policy(
             whole = _of_samples(against, preds.shape[1])
             reference, against = whole.take(rest), whole.take(held)
         if labels is not None:
-            known = metrics.check_labels(labels, preds.shape[1], preds.shape[2])
+            known = check_labels(labels, preds.shape[1], preds.shape[2])
             labels, hold_labels = known[rest], known[held]
         hold, preds = preds.take(held), preds.take(rest)
     fitter = Fitter(preds, labels, costs, score=score, objective=objective)
@@ -157,7 +156,7 @@ class Fitter:
         self.score, self.objective = score, objective
         self._preds, self._table = preds, scores(preds, score)
         self._values = {"expected": _expected(preds, objective)}
-        self._labels = None if labels is None else metrics.check_labels(labels, samples, classes)
+        self._labels = None if labels is None else check_labels(labels, samples, classes)
         if self._labels is not None:
             self._values["labels"] = _true(preds, self._labels, objective)
         self._whole = Search(self._table, np.asarray(self.costs.values), self._values)
@@ -197,7 +196,7 @@ class Fitter:
         if certificate.risk == "accuracy":
             if self._labels is None or hold_labels is None:
                 raise InputError("`labels` are needed to certify a loss in accuracy: 'disagreement' does without")
-            hold_labels = metrics.check_labels(hold_labels, hold.shape[1], hold.shape[2])
+            hold_labels = check_labels(hold_labels, hold.shape[1], hold.shape[2])
         if strategy == "auto" and certificate.risk is not None:
             strategy = "geometric"  # it differs least from the full net where there is much to spend
         if budget is None:  # then all of the error is the risk's
@@ -310,7 +309,7 @@ def _true(preds: Predictions, labels: Array, objective: str) -> Array:
     """(K, n) whether each exit is right, or log p(true label)."""
     if objective == "accuracy":
         return np.asarray(preds.predicted == labels, dtype=np.float64)
-    return np.stack([metrics.log_true(said.log_probs, labels) for said in preds.exits()]).astype(np.float64)
+    return np.stack([log_true(said.log_probs, labels) for said in preds.exits()]).astype(np.float64)
 
 
 def _expected(preds: Predictions, objective: str) -> Array:

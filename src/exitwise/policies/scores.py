@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.calibration.methods import NEEDS_DRAWS
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import NOTED, Array, ExitPrediction, Predictions
+from exitwise.core.predictions import NEEDS_DRAWS, NOTED, Array, ExitPrediction, Predictions
 
 _HASHED = 4_000_000  # probabilities at a time
 _SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it

@@ -11,8 +11,8 @@ import torch
 from exitwise import zoo
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.methods import METHODS, OURS, SAMPLES, VANILLA, Method, method_named
+from exitwise.calibration.overhead import laplace_macs, naive_laplace_macs
 from exitwise.calibration.trace import Split, Trace
-from exitwise.cli.tables import guaranteed
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
@@ -20,7 +20,7 @@ from exitwise.core.results import plain
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
 from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, Study, Table, study
-from exitwise.models.macs import laplace_macs, naive_laplace_macs
+from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
 from exitwise.report.budget_explorer import explore, grid
 from exitwise.report.evaluated_model import Side
@@ -289,4 +289,4 @@ def _training(run: Run) -> dict[str, Any] | None:
 def _guarantee(run: Run) -> str | None:
     """What the run's policy guarantees, in words."""
     policy = run.policy()
-    return None if policy is None or policy.guarantee is None else guaranteed(policy.guarantee, policy.unit)
+    return None if policy is None or policy.guarantee is None else describe_guarantee(policy.guarantee, policy.unit)

@@ -13,7 +13,8 @@ import torch
 from exitwise import data, models
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.collect import Progress, collect
+from exitwise.calibration.collect import collect
+from exitwise.models.input_batches import Progress
 from exitwise.models.macs import macs
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, first_line
@@ -25,7 +26,8 @@ from exitwise.calibration.methods import VANILLA, Method
 from exitwise.models.net import MultiExitNet
 from exitwise.policies.policy import Policy
 from exitwise.core.distributed import rank
-from exitwise.runs.run import Run, creating, describe
+from exitwise.runs.run import Run, describe
+from exitwise.core.files import creating
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 

@@ -13,7 +13,8 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.evaluation.evaluate import Outcomes
 from exitwise.policies.fit import check_request
-from exitwise.calibration.methods import NEEDS_DRAWS, Method
+from exitwise.core.predictions import NEEDS_DRAWS
+from exitwise.calibration.methods import Method
 from exitwise.policies.policy import Policy, sweep, written
 from exitwise.core.predictions import Array, Predictions
 from exitwise.core.results import Result

@@ -10,7 +10,8 @@ from exitwise.runs.collect import calibration_of
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.policies.fit import Fitter, check_request
-from exitwise.calibration.methods import NEEDS_DRAWS, SAMPLES, Method
+from exitwise.core.predictions import NEEDS_DRAWS
+from exitwise.calibration.methods import SAMPLES, Method
 from exitwise.policies.policy import Policy
 from exitwise.core.predictions import Predictions
 from exitwise.runs.run import Run

@@ -149,45 +149,5 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
-@contextmanager
-def creating(
-    directory: str | Path, force: bool = False, marker: str = "run.json", what: str = "a run"
-) -> Iterator[Path]:
-    """A new folder to fill; it becomes the run when the block ends well, and vanishes otherwise.
-
-    An existing run is replaced only with `force`, and anything else that is there never. The file `marker` tells a run,
-    or whatever else is made, from other folders.
-    """
-    directory = Path(directory)
-    if directory.resolve() == Path.cwd().resolve():
-        raise InputError(f"{directory} is the current folder: name a folder inside it")
-    _check_free(directory, force, marker, what)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except OSError as error:
-        raise InputError(f"{directory} cannot be made ({error.strerror}): choose another place") from None
-    try:
-        yield new
-        new.chmod(0o755)
-        _check_free(directory, force, marker, what)  # another command may have made it meanwhile
-        if directory.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
-            directory.rename(old / "run")
-            new.rename(directory)
-            shutil.rmtree(old)
-        else:
-            new.rename(directory)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
 
 
-def _check_free(directory: Path, force: bool, marker: str, what: str) -> None:
-    """Refuse a place where something is that must not be replaced."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    if not (directory / marker).is_file():
-        raise InputError(f"{directory} exists and is not {what}: choose another place")
-    if not force:
-        raise InputError(f"{directory} already holds {what}: choose another place, or --force to replace it")

@@ -17,7 +17,8 @@ from exitwise.training.machine import Machine
 from exitwise.models.net import MultiExitNet
 from exitwise.core.distributed import by_first, rank
 from exitwise.training.recipes import Recipe, recipe_named
-from exitwise.runs.run import Run, creating, describe
+from exitwise.runs.run import Run, describe
+from exitwise.core.files import creating
 from exitwise.core.seeds import generator_of, seeded
 from exitwise.training.batch_sources import source_of
 from exitwise.training.loop import Trainer, Watcher, worth_compiling

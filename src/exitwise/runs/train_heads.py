@@ -16,7 +16,8 @@ from exitwise.training.history import History
 from exitwise.training.machine import Machine
 from exitwise.models.attach.attach import attach
 from exitwise.training.recipes import HeadRecipe
-from exitwise.runs.run import creating, describe
+from exitwise.runs.run import describe
+from exitwise.core.files import creating
 from exitwise.core.seeds import generator_of, seeded
 from exitwise.training.loop import Watcher
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from exitwise import models
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import NEEDS_DRAWS
 from exitwise.core import nested, tensorfiles
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
+from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
@@ -23,6 +23,7 @@ from exitwise.policies.policy import Policy
 from exitwise.runtime import engine, folding
 from exitwise.runtime.engine import Answer, Prediction
 from exitwise.runtime.exit_modules import runtime_exits
+from exitwise.runtime.export import export
 from exitwise.runtime.torch_backend import Evaluating, TorchBackend
 
 FORMAT, VERSION = "exitwise.classifier", 1
@@ -194,8 +195,6 @@ class Classifier(nn.Module):
         the net's preset; a classifier that knows neither needs a batch of what it takes as `example`, a tensor (n, ...)
         or a dict or tuple of several. An existing bundle is replaced only with `force`. Needs `exitwise[onnx]`.
         """
-        from exitwise.runtime.export import export
-
         export(self, path, example, force)
 
 

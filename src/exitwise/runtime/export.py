@@ -10,21 +10,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from exitwise import models
+from exitwise.calibration.calibration import Calibration
 from exitwise.core import nested
+from exitwise.core.costs import Costs
 from exitwise.core.errors import NET_ERRORS, InputError, first_line
+from exitwise.core.files import creating
+from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
-from exitwise.runs.run import creating
+from exitwise.policies.policy import Policy
 from exitwise.runtime import folding
 from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest, first_names
-from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.exit_modules import RuntimeExit
+
+
+class Exportable(Protocol):
+    """The parts of a `Classifier` that a bundle is made from."""
+
+    net: MultiExitNet
+    exits: nn.ModuleList
+    calibration: Calibration
+    policy: Policy
+    classes: tuple[str, ...] | None
+    preprocessing: Preprocessing | None
+
+    def costs_of(self, images: Any) -> Costs: ...
 
 
 class StageGraph(nn.Module):
@@ -47,7 +62,7 @@ class StageGraph(nn.Module):
         return tuple(found)
 
 
-def export(classifier: Classifier, path: str | Path, example: Any = None, force: bool = False) -> None:
+def export(classifier: Exportable, path: str | Path, example: Any = None, force: bool = False) -> None:
     """Write the bundle to a new folder; whole or not at all.
 
     `example` is a batch of what it shall take, for a classifier that does not know that by its preprocessing or its
@@ -101,15 +116,13 @@ def export_plain(net: MultiExitNet, example: Tensor, file: Path) -> None:
     _write(_Plain(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False)
 
 
-def _example(classifier: Classifier, example: Any) -> Any:
+def _example(classifier: Exportable, example: Any) -> Any:
     """Three samples, all alike: a batch of one would be taken for a constant."""
     if example is None:
-        preset = (classifier.net.spec or {}).get("preset")
         if classifier.preprocessing is not None:
-            shape = classifier.preprocessing.shape
-        elif preset is not None:
-            config = models.config(preset)
-            shape = (int((classifier.net.spec or {}).get("in_channels", config.in_channels)), *config.input_shape[1:])
+            shape: tuple[int, ...] = classifier.preprocessing.shape
+        elif classifier.net.input_shape is not None:
+            shape = classifier.net.input_shape
         else:
             raise InputError("exporting needs to know the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
@@ -144,7 +157,7 @@ def _inputs(given: Any) -> tuple[Input, ...]:
     )
 
 
-def _memory(classifier: Classifier) -> str | None:
+def _memory(classifier: Exportable) -> str | None:
     if classifier.calibration.weights is None:
         return None
     return "drawn" if classifier.policy.score == "variance" else "probs"
@@ -157,7 +170,7 @@ def _for_onnx(net: MultiExitNet) -> MultiExitNet:
     return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
 
 
-def _write_graphs(classifier: Classifier, given: Any, names: Sequence[str], folder: Path) -> tuple[Graph, ...]:
+def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], folder: Path) -> tuple[Graph, ...]:
     net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exitwise.calibration.collect import Progress, checked_batches
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.nested import filled, mapped, tensors
 from exitwise.core.seeds import generator_for
+from exitwise.models.input_batches import Progress, checked_batches
 from exitwise.models.net import MultiExitNet
 from exitwise.training.batch_sources import Source, in_order, source_of
 from exitwise.training.recipes import HeadRecipe

@@ -119,8 +119,6 @@ def _guessed(module: nn.Module) -> Tensor:
 
 
 def _candidates(module: nn.Module) -> list[Tensor]:
-    from exitwise.models import config
-
     first = next(
         (part for part in module.modules() if isinstance(part, nn.Conv2d | nn.Conv1d | nn.Linear | nn.Embedding)), None
     )
@@ -131,8 +129,8 @@ def _candidates(module: nn.Module) -> list[Tensor]:
         return [torch.randint(first.num_embeddings, (1, length), device=device) for length in (16, 8)]
     if isinstance(first, nn.Linear):
         shapes: list[tuple[int, ...]] = [(first.in_features,), (16, first.in_features)]
-    elif isinstance(module, MultiExitNet) and module.spec and "preset" in module.spec:
-        shapes = [(first.in_channels, *config(module.spec["preset"]).input_shape[1:])]
+    elif isinstance(module, MultiExitNet) and module.input_shape is not None:
+        shapes = [module.input_shape]
     else:
         sides = [(side, side) for side in (224, 64, 32, 28, 8)] if isinstance(first, nn.Conv2d) else [(256,), (64,)]
         shapes = [(first.in_channels, *side) for side in sides]

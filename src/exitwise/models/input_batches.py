@@ -1,0 +1,58 @@
+"""Batches of inputs and labels, checked before a net runs on them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitwise.core import distributed
+from exitwise.core.errors import InputError
+from exitwise.core.nested import length, mapped, tensors
+from exitwise.models.net import MultiExitNet
+
+# (images, labels), or (images, labels, positions in the data set)
+Batch = Sequence[Tensor]
+
+# Called with the split's name, the samples done, and how many there are, where that is known.
+Progress = Callable[[str, int, int | None], None]
+
+
+def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+    """(inputs, labels, index or None) of every batch, inputs on the net's device."""
+    device = next(net.parameters()).device
+    total = _total(loader)
+    done = 0
+    for batch in distributed.dealt(loader):
+        if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
+            raise InputError(
+                f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
+            )
+        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in tensors(batch[0]))
+        inputs = batch[0] if several else torch.as_tensor(batch[0])
+        labels = torch.as_tensor(batch[1]).cpu()
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
+        labels = labels.long()
+        images = length(inputs, f"what `{name}` gives")
+        if labels.dim() != 1 or images != len(labels):
+            raise InputError(
+                f"`{name}` must give one label per image, but gave {images} and labels {tuple(labels.shape)}"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
+            raise InputError(
+                f"`{name}` has a label {int(labels.min())} to {int(labels.max())} outside the net's "
+                f"{net.num_classes} classes, at sample {done} or later"
+            )
+        index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
+        yield mapped(lambda tensor: tensor.to(device), inputs), labels, index
+        done += len(labels)
+        if progress:
+            progress(name, min(done * distributed.world(), total or done), total)
+    if not distributed.total(torch.tensor(done)):
+        raise InputError(f"`{name}` gave no samples")
+
+
+def _total(loader: Iterable[Batch]) -> int | None:
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None
