@@ -124,7 +124,7 @@ def test_processes_share_batches_without_rest_or_overlap(n: int, batch_size: int
 
 def test_shares_can_be_shared_again() -> None:
     batches = Batches(image_set(40), 3)
-    again = [batch for rank in range(2) for batch in batches.shard(1, 3).dealt(rank, 2)]
+    again = [batch for rank in range(2) for batch in batches.shard(1, 3).shard(rank, 2)]
     assert sorted(index[0].item() for *_, index in again) == [3 * number for number in range(1, 14, 3)]
 
 

@@ -15,8 +15,8 @@ from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.policies import MethodOption, evaluate, policies
 from exitwise.cli.report import command_line, report
 from exitwise.cli.train import Force, Json, RunArgument, collect, print_json, train
-from exitwise.core.errors import InputError, SharedError
-from exitwise.core.rank import is_first_process
+from exitwise.core.errors import InputError, AllRanksError
+from exitwise.core.rank import is_rank_zero
 from exitwise.core.version import __version__
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def main() -> None:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         _fail(f"{error.format_message()} Try `exitwise --help`.")
-    except SharedError as error:
-        _fail(str(error), said=not is_first_process())
+    except AllRanksError as error:
+        _fail(str(error), said=not is_rank_zero())
     except InputError as error:
         _fail(str(error))
     except BrokenPipeError:
@@ -60,11 +60,11 @@ def main() -> None:
     except RuntimeError as error:
         if not any(word in str(error) for word in ("onnection closed", "onnection reset", "gloo", "NCCL")):
             raise
-        _fail("another process ended: see its message", said=not is_first_process())
+        _fail("another process ended: see its message", said=not is_rank_zero())
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", status=130, said=not is_first_process())
+        _fail("interrupted", status=130, said=not is_rank_zero())
     if code == 130:  # what typer makes of Ctrl-C, without a word
-        _fail("interrupted", status=130, said=not is_first_process())
+        _fail("interrupted", status=130, said=not is_rank_zero())
     sys.exit(code or 0)
 
 

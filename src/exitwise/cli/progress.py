@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from exitwise.cli import tables
-from exitwise.core.rank import is_first_process
+from exitwise.core.rank import is_rank_zero
 from exitwise.models.input_batches import Progress as CollectProgress
 from exitwise.training.history import Epoch, History
 from exitwise.training.loop import Watcher
@@ -20,7 +20,7 @@ class Live(Watcher):
 
     def __init__(self) -> None:
         console = tables.console(stderr=True)
-        shown = console.is_terminal and is_first_process()
+        shown = console.is_terminal and is_rank_zero()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,7 +87,7 @@ def bars(of: str = "images") -> Iterator[CollectProgress]:
         TimeRemainingColumn(),
     )
     console = tables.console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal or not is_first_process()) as shown:
+    with Progress(*columns, console=console, disable=not console.is_terminal or not is_rank_zero()) as shown:
         tasks: dict[str, Any] = {}
 
         def progress(name: str, done: int, total: int | None) -> None:

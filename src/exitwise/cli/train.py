@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from exitwise.core.errors import InputError
-from exitwise.core.rank import is_first_process
+from exitwise.core.rank import is_rank_zero
 
 RunToResume = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="The run to go on with, for --resume.", show_default=False)
@@ -94,7 +94,7 @@ def train(
     from exitwise.training.loop import StoppedError
     from exitwise.training.machine import Machine
 
-    logging.basicConfig(level=logging.WARNING if is_first_process() else logging.ERROR, format="exitwise: %(message)s")
+    logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
     order = train.Order(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
     machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
     means = train.Means(machine, accumulate, workers, checkpoint_minutes)
@@ -142,12 +142,12 @@ def train(
                 else:
                     history = train.train_new(place, source, order, means, force, live)
     except StoppedError as stopped:
-        if is_first_process():
+        if is_rank_zero():
             many = f" --devices {devices}" if devices else ""
             again = f"exitwise train {shlex.quote(str(place))} --resume{many}"
             print(f"exitwise: stopped {stopped}; `{again}` goes on", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
-    if is_first_process():
+    if is_rank_zero():
         _report(place, history, net, as_json)
 
 
@@ -195,7 +195,7 @@ def collect(
                 raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
             source = collect.DataChoice(data, root, split_seed, val_size)
             trace = collect.collect_new(run, source, model, net, checkpoint, by)
-    if not is_first_process():
+    if not is_rank_zero():
         return None
     if as_json:
         splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}

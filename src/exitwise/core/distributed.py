@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from exitwise.core.errors import InputError, SharedError
+from exitwise.core.errors import InputError, AllRanksError
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def by_first(act: Callable[[], T]) -> T:
             problem = str(error)
     value, problem = of_first((value, problem))
     if problem is not None:
-        raise SharedError(problem)
+        raise AllRanksError(problem)
     return value  # type: ignore[return-value]
 
 

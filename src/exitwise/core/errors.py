@@ -8,7 +8,7 @@ class InputError(ValueError):
     """An argument, a file or a setting is wrong; the message is one line that says what, and what was expected."""
 
 
-class SharedError(InputError):
+class AllRanksError(InputError):
     """One that every process of several has found: one of them says it."""
 
 

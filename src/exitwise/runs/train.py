@@ -10,7 +10,7 @@ import torch
 
 from exitwise import data, models
 from exitwise.runs.collect import FILE_SIZE, DataChoice, absolute, net_of, new_net, pictures
-from exitwise.core.errors import InputError, SharedError
+from exitwise.core.errors import InputError, AllRanksError
 from exitwise.core.files import write_json
 from exitwise.training.history import History
 from exitwise.training.machine import Machine
@@ -169,7 +169,7 @@ def _trainer(
     val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
     accumulate, left = divmod(plan.parts, fabric.world_size)
     if left or means.accumulate not in (None, accumulate):
-        raise SharedError(
+        raise AllRanksError(
             f"{directory} is trained in {plan.parts} parts per batch, which {fabric.world_size} processes"
             f"{f' x {means.accumulate} parts' if means.accumulate else ''} do not make"
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
-from exitwise.core.errors import InputError, SharedError, first_line
+from exitwise.core.errors import InputError, AllRanksError, first_line
 from exitwise.core.files import remove_unfinished
 from exitwise.core.seeds import generator_of, seed_for
 from exitwise.core.tensorfiles import finite
@@ -168,10 +168,10 @@ class Trainer:
         if accumulate < 1:
             raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
         if compile and not can_compile():
-            raise SharedError("torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX")
+            raise AllRanksError("torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX")
         self._parts = fabric.world_size * accumulate
         if recipe.batch_size % self._parts:
-            raise SharedError(
+            raise AllRanksError(
                 f"`batch_size` {recipe.batch_size} must be a multiple of {fabric.world_size} processes x "
                 f"{accumulate} parts, or they could not share a batch evenly"
             )
@@ -197,7 +197,7 @@ class Trainer:
         broken = next((name for name, value in self.net.state_dict().items() if not finite(value)), None)
         if broken:  # the next loss would be no number, and this checkpoint no good one
             where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
-            raise SharedError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
+            raise AllRanksError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
         distributed.by_first(self._write)
 
     def _write(self) -> None:
@@ -216,7 +216,7 @@ class Trainer:
         self.restore(*distributed.by_first(self.snapshots.load))
         kept = self.folder / "net.safetensors"
         if self.state.rows and not kept.is_file():
-            raise SharedError(f"{kept} is gone, and with it the best net so far: it has to be trained anew")
+            raise AllRanksError(f"{kept} is gone, and with it the best net so far: it has to be trained anew")
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """What `save` wrote, into this trainer, whole or not at all."""
@@ -226,13 +226,13 @@ class Trainer:
         for name, value in asked.items():
             if made_by.get(name) != value:
                 words = {"parts": "number of processes times parts per batch"}.get(name, name)
-                raise SharedError(
+                raise AllRanksError(
                     f"the checkpoint is of a training with another {words}, and cannot go on with this one"
                 )
         weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
         ours = self.net.state_dict()
         if {name: value.shape for name, value in ours.items()} != {n: v.shape for n, v in weights.items()}:
-            raise SharedError("the checkpoint is of another net")
+            raise AllRanksError("the checkpoint is of another net")
         self.net.load_state_dict(weights)
         for name, parameter in self.net.named_parameters():
             if f"momentum.{name}" in tensors:
@@ -338,7 +338,7 @@ class Trainer:
         loss_, stop, save = distributed.total(shared).tolist()
         if not isfinite(loss_):
             where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
-            raise SharedError(f"the loss became {loss_} in {where}; {self.snapshots.words()}")
+            raise AllRanksError(f"the loss became {loss_} in {where}; {self.snapshots.words()}")
         self._stepper.step()
         return loss_, stop > 0, save > 0
 
@@ -351,7 +351,7 @@ class Trainer:
                 raise
             reason = first_line(error)
             shape = tuple(images.shape[1:])
-            raise SharedError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
+            raise AllRanksError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
         self._tried = True
         return logits
 
