@@ -41,7 +41,7 @@ from torch import Tensor
 import exitwise as ew
 from exitwise.core import tensorfiles
 from exitwise.core.files import write_json
-from exitwise.core.seeds import generator_for
+from exitwise.core.seeds import derive_generator
 from exitwise.data import cifar
 from exitwise.data.batches import Normalize
 from exitwise.data.images import ImageSet
@@ -177,7 +177,7 @@ def kept(path: Path, made_from: Mapping[str, Any], make: Callable[[], list[Tenso
 
 def corrupted_features(net: ew.MultiExitNet, test: ImageSet, name: str, severity: int) -> list[Tensor]:
     normalize, parts = Normalize(test), []
-    generator = generator_for(SEED, list(CORRUPTIONS).index(name), severity)
+    generator = derive_generator(SEED, list(CORRUPTIONS).index(name), severity)
     with torch.no_grad():
         for pixels in test.pixels.split(250):
             worse = CORRUPTIONS[name](pixels, severity, generator) if severity else pixels
@@ -190,7 +190,7 @@ def corrupted_features(net: ew.MultiExitNet, test: ImageSet, name: str, severity
 
 def order_of(stream: int, corruption: int, samples: int) -> list[Array]:
     """Which samples each severity of a stream shows, none twice in one severity."""
-    generators = [generator_for(SEED, stream, corruption, place) for place in range(len(SEVERITIES))]
+    generators = [derive_generator(SEED, stream, corruption, place) for place in range(len(SEVERITIES))]
     return [torch.randperm(samples, generator=each)[: BATCHES * BATCH_SIZE].numpy() for each in generators]
 
 
@@ -319,7 +319,7 @@ def attacks_on(
     made_from = {**sources, "epsilon": EPSILON, "step": STEP, "steps": STEPS, "pictures": len(pictures), "chunk": CHUNK}
     found = {}
     for number, (name, (victim, tuned)) in enumerate(victims.items()):
-        make = partial(attacked_features, net, pictures, victim, generator_for(SEED, number))
+        make = partial(attacked_features, net, pictures, victim, derive_generator(SEED, number))
         path = out / f"attack-{name.replace(' ', '-')}.safetensors"
         found[f"attack on {name}"] = kept(path, {**made_from, **tuned}, make)
     return found
@@ -328,7 +328,7 @@ def attacks_on(
 def under_attack(model: Model, said: Said) -> dict[str, Any]:
     """Mean cost in budgets and accuracy: with thresholds as fitted, and with a controller once it has settled."""
     samples = said.right.shape[1]
-    orders = [torch.randperm(samples, generator=generator_for(SEED, number)).numpy() for number in range(ROUNDS)]
+    orders = [torch.randperm(samples, generator=derive_generator(SEED, number)).numpy() for number in range(ROUNDS)]
     stream = Said.joined(said[order] for order in orders)
     fixed = play(said, ATTACK_BATCH, Fixed(model.policy), model).mean(axis=1)
     controlled = play(stream, ATTACK_BATCH, ew.BudgetController(model.policy, model.budget), model)
@@ -410,7 +410,7 @@ def main(root: Path, out: Path, place: Path = HERE / "drift") -> None:
     if np.abs(known - top1["vanilla"]).max() > 0.001:
         raise RuntimeError(f"the clean test pictures should be right in {known} of cases by exit, but are in {top1}")
 
-    chosen = torch.randperm(len(test), generator=generator_for(SEED))[:ATTACKED]
+    chosen = torch.randperm(len(test), generator=derive_generator(SEED))[:ATTACKED]
     pictures = test[chosen]
     clean_500 = [x[chosen] for x in clean]
     distances = {name: check_white_box(model.calibration, clean_500) for name, model in models.items()}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, linear, scaled_dot_product_attention
 
 import exitwise as ew
-from exitwise.core.nested import length, mapped, tensors
+from exitwise.core.nested import iter_tensors, map_tensors, num_samples
 from exitwise.models.attach.graph import Inputs
 from exitwise.models.attach.stages import Common
 from exitwise.runtime.onnx import Session
@@ -287,7 +287,7 @@ CASES |= {
 
 
 def some(inputs: Any, rows: Any) -> Any:
-    return mapped(lambda tensor: tensor[rows], inputs)
+    return map_tensors(lambda tensor: tensor[rows], inputs)
 
 
 def called(module: nn.Module, inputs: Any) -> Any:
@@ -334,7 +334,7 @@ def test_samples_that_leave_change_nothing_for_the_others(name: str) -> None:
         left, state = torch.arange(N), inputs
         for k, (stage, head) in enumerate(zip(net.stages, net.exits, strict=True)):
             state = stage(state)
-            assert length(state) == len(left)
+            assert num_samples(state) == len(left)
             torch.testing.assert_close(head(state), whole[k][left], rtol=1e-4, atol=1e-5)
             stay = torch.randperm(len(left), generator=rng)[: len(left) - 2]
             left, state = left[stay], some(state, stay)
@@ -358,7 +358,7 @@ def test_what_all_samples_share_is_carried_once_even_where_sizes_are_alike() -> 
         state = net.stages[0](square)
         shared = [part for part in state.values() if isinstance(part, Common)]
         assert [tuple(part.value.shape) for part in shared] == [(12, 12)]
-        assert {tensor.shape for tensor in tensors(state)} == {(12, 12, 32)}
+        assert {tensor.shape for tensor in iter_tensors(state)} == {(12, 12, 32)}
         assert torch.equal(net(square)[-1], module(square))
         assert torch.equal(net(square[:, :5])[-1], module(square[:, :5]))  # series of any length
 
@@ -377,7 +377,7 @@ def test_modules_may_give_more_than_logits(shape: Callable[..., Any]) -> None:
     net = ew.attach(module, ["a"])
     with torch.no_grad():
         given = module(VECTORS)
-        logits = given.logits if isinstance(given, Answer) else next(t for t in tensors(given) if t.shape[1] == 4)
+        logits = given.logits if isinstance(given, Answer) else next(t for t in iter_tensors(given) if t.shape[1] == 4)
         assert torch.equal(net(VECTORS)[-1], logits)
 
 

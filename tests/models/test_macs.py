@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import exitwise as ew
 from exitwise import models, zoo
 from exitwise.calibration import overhead
-from exitwise.core.nested import kind
+from exitwise.core.nested import describe
 from exitwise.models import macs
 
 DATA = {"CIFAR-100": ("cifar100", 100), "ImageNet": ("imagenet", 1000), "Caltech-256": ("caltech256", 257)}
@@ -416,7 +416,7 @@ def test_example_inputs_keep_their_type() -> None:
 def test_inputs_that_do_not_fit_are_refused(net: ew.MultiExitNet, inputs: dict[str, Any]) -> None:
     with pytest.raises(ew.InputError) as caught:
         ew.macs(net, **inputs)
-    shown = inputs.get("input_shape") or kind(inputs["example_inputs"])
+    shown = inputs.get("input_shape") or describe(inputs["example_inputs"])
     assert str(shown) in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 import exitwise as ew
-from exitwise.core.files import creating
+from exitwise.core.files import atomic_directory
 
 
 def test_a_run_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "run"
 
     def overtaken() -> None:
-        with creating(place) as late:
+        with atomic_directory(place) as late:
             (late / "run.json").write_text("late")
-            with creating(place) as early:
+            with atomic_directory(place) as early:
                 (early / "run.json").write_text("early")
 
     with pytest.raises(ew.InputError, match="already holds a run"):
@@ -26,7 +26,7 @@ def test_a_run_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 def test_force_replaces_the_whole_run(tmp_path: Path) -> None:
     place = tmp_path / "run"
     for text in ("old", "new"):
-        with creating(place, force=True) as folder:
+        with atomic_directory(place, force=True) as folder:
             (folder / "run.json").write_text(text)
             (folder / text).write_text("")
     assert sorted(path.name for path in place.iterdir()) == ["new", "run.json"]
@@ -35,11 +35,11 @@ def test_force_replaces_the_whole_run(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_the_old_run_and_nothing_else(tmp_path: Path) -> None:
     place = tmp_path / "run"
-    with creating(place) as folder:
+    with atomic_directory(place) as folder:
         (folder / "run.json").write_text("old")
 
     def interrupted() -> None:
-        with creating(place, force=True) as folder:
+        with atomic_directory(place, force=True) as folder:
             (folder / "run.json").write_text("half")
             raise KeyboardInterrupt
 
@@ -51,9 +51,9 @@ def test_a_failure_leaves_the_old_run_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_current_folder_and_foreign_things_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ew.InputError, match="current folder"), creating("."):
+    with pytest.raises(ew.InputError, match="current folder"), atomic_directory("."):
         pass
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ew.InputError, match="is not a run"), creating("file", force=True):
+    with pytest.raises(ew.InputError, match="is not a run"), atomic_directory("file", force=True):
         pass
     assert (tmp_path / "file").read_text() == "mine"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import exitwise as ew
 from exitwise import data
-from exitwise.core.seeds import generator_for
+from exitwise.core.seeds import derive_generator
 from exitwise.training import frozen_features
 from exitwise.training.frozen_features import Cached
 from exitwise.training.heads import loss
@@ -210,7 +210,7 @@ def plain_loop(net: ew.MultiExitNet, train: TensorDataset, recipe: HeadRecipe) -
         head.train()
     steps = len(labels) // recipe.batch_size
     for epoch in range(recipe.epochs):
-        order = torch.randperm(len(labels), generator=generator_for(0, epoch))
+        order = torch.randperm(len(labels), generator=derive_generator(0, epoch))
         for step in range(steps):
             where = order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
             share = (epoch + step / steps) / recipe.epochs

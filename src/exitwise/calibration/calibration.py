@@ -20,7 +20,7 @@ from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError
 from exitwise.core.memory import align_fields
 from exitwise.core.predictions import Array, ExitPrediction, Predictions
-from exitwise.core.seeds import generator_of
+from exitwise.core.seeds import as_generator
 
 if TYPE_CHECKING:
     import pandas
@@ -166,7 +166,7 @@ class Calibration:
         if len(features) != len(self.exits):
             raise InputError(f"`split` must have features of {len(self.exits)} exits, but has {len(features)}")
         for k, (x, exit) in enumerate(zip(features, self.exits, strict=True)):
-            if not isinstance(x, Tensor) or not tensorfiles.finite(x):
+            if not isinstance(x, Tensor) or not tensorfiles.all_finite(x):
                 kind = "values that are not finite" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise InputError(f"`split` features of exit {k} must be a tensor of finite numbers, but got {kind}")
             if x.dim() != 2 or x.shape[1] != exit.head.weight.shape[1] or len(x) != len(features[0]):
@@ -181,7 +181,7 @@ class Calibration:
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
                 said = ensemble(self.method.ensemble, k, exit.log_probs(x), said, self.weights)
-                if not tensorfiles.finite(said):
+                if not tensorfiles.all_finite(said):
                     where = int((~torch.isfinite(said)).any(dim=1).nonzero()[0])
                     raise InputError(f"exit {k}: the features of sample {where} are too extreme for float32")
                 yield ExitPrediction.from_log_probs(said.numpy())
@@ -287,7 +287,7 @@ def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or 0 in shape:
         found = f"{tensor.dtype} {tuple(tensor.shape)}"
         raise InputError(f"{name} must be {dtype} of shape {shape}, but is {found}")
-    if not tensorfiles.finite(tensor):
+    if not tensorfiles.all_finite(tensor):
         raise InputError(f"{name} holds values that are not finite")
 
 
@@ -347,7 +347,7 @@ def standard_normals(samples: int, classes: int, seed: int | torch.Generator) ->
     """Draws (S, c), shared by all exits, splits and grid points."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise InputError(f"`samples` must be a whole number of at least 1, but got {samples!r}")
-    return torch.randn(samples, classes, generator=generator_of(seed))
+    return torch.randn(samples, classes, generator=as_generator(seed))
 
 
 def spectra(trace: Trace, mode: Mode) -> list[Spectrum]:

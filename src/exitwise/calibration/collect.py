@@ -13,7 +13,7 @@ from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import distributed
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
-from exitwise.core.nested import one
+from exitwise.core.nested import first_sample
 from exitwise.models.input_batches import Batch, Progress, checked_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, keeping_modes
@@ -51,7 +51,7 @@ def collect(
         raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
     if classes is not None and len(classes) != net.num_classes:
         raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
-    if curvature == "average" and distributed.world() > 1:
+    if curvature == "average" and distributed.world_size() > 1:
         raise InputError("`curvature` 'average' depends on the order of batches: one process alone can collect it")
     counted = [] if costs is None else [Costs.of(costs)]
 
@@ -59,7 +59,7 @@ def collect(
         """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
         if not counted:
             try:
-                counted.append(Costs.of(macs(net, example_inputs=one(inputs))))
+                counted.append(Costs.of(macs(net, example_inputs=first_sample(inputs))))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
 
@@ -73,7 +73,7 @@ def collect(
         test=held.get("test"),
         heads=tuple(_head_weights(head.last) for head in net.exits),
         curvature=sums,
-        costs=distributed.of_first(counted)[0],  # the first process has the first batch, others may have none
+        costs=distributed.broadcast_object(counted)[0],  # the first process has the first batch, others may have none
         classes=tuple(classes) if classes is not None else None,
         model=net.spec,
         budget_range=budget_range or models.budget_range(net.spec),
@@ -114,9 +114,9 @@ def _features(
         seen += len(batch_labels)
     known = [rows for rows in index if rows is not None]
     return Split(
-        features=tuple(distributed.joined(rows) for rows in features),
-        labels=distributed.joined(labels),
-        index=distributed.joined(known) if distributed.of_first(len(known) == len(index)) else None,
+        features=tuple(distributed.gather_batches(rows) for rows in features),
+        labels=distributed.gather_batches(labels),
+        index=distributed.gather_batches(known) if distributed.broadcast_object(len(known) == len(index)) else None,
     )
 
 
@@ -138,7 +138,7 @@ def _curvature(
 
 def _over_all(curvature: Curvature) -> Curvature:
     """The sums of all processes."""
-    A, B, n = (distributed.total(each) for each in (curvature.A, curvature.B, torch.tensor(curvature.n)))
+    A, B, n = (distributed.all_reduce_sum(each) for each in (curvature.A, curvature.B, torch.tensor(curvature.n)))
     return Curvature(A, B, int(n))
 
 

@@ -14,7 +14,7 @@ from exitwise.core import tensorfiles
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.memory import align_fields
-from exitwise.core.seeds import generator_of
+from exitwise.core.seeds import as_generator
 
 FORMAT, VERSION = "exitwise.trace", 1
 
@@ -111,7 +111,7 @@ class Trace:
         held = round(len(self.val) * share) if 0 < share < 1 else 0
         if not 0 < held < len(self.val):
             raise InputError(f"`share` must leave and take some of {len(self.val)} samples, but got {share!r}")
-        order = torch.randperm(len(self.val), generator=generator_of(seed))
+        order = torch.randperm(len(self.val), generator=as_generator(seed))
         hold, rest = order[:held].sort().values, order[held:].sort().values
         return replace(self, val=self.val.take(rest)), self.val.take(hold)
 
@@ -136,7 +136,7 @@ class Trace:
             }
             if head.bias is not None:
                 tensors[f"head.{k}.bias"] = head.bias
-        overflown = next((key for key, value in tensors.items() if not tensorfiles.finite(value)), None)
+        overflown = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
         if overflown:
             raise InputError(f"{overflown} holds values beyond float16; save the trace as float32")
         metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
@@ -214,7 +214,7 @@ class Trace:
                 yield f"{name} must have shape {size}, but has {tuple(tensor.shape)}"
             if not tensor.is_floating_point():
                 yield f"{name} must hold floating-point numbers, but holds {tensor.dtype}"
-            if not tensorfiles.finite(tensor):
+            if not tensorfiles.all_finite(tensor):
                 yield f"{name} holds values that are not finite"
         for name, factor in (("A", curvature.A), ("B", curvature.B)):
             if not torch.allclose(factor, factor.T, rtol=1e-4, atol=1e-6 * float(factor.abs().max())):
@@ -238,7 +238,7 @@ class Trace:
                 yield f"{name}.features.{k} must have shape {size}, but has {tuple(features.shape)}"
             if features.dtype not in (torch.float16, torch.float32, torch.float64):
                 yield f"{name}.features.{k} must be float16 or float32, but is {features.dtype}"
-            if not tensorfiles.finite(features):
+            if not tensorfiles.all_finite(features):
                 where = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
                 yield f"{name}.features.{k} holds a value that is not finite, first in sample {where}"
 

@@ -28,7 +28,7 @@ from exitwise.calibration.methods import OURS, SAMPLES, Ensemble, Method, method
 from exitwise.calibration.trace import HeadWeights, Trace
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
-from exitwise.core.seeds import generator_of
+from exitwise.core.seeds import as_generator
 
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
 PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
@@ -82,7 +82,7 @@ class Tuner:
         self._temperatures = _positive("temperatures", temperatures)
         self._prior_vars = _positive("prior_vars", prior_vars)
         self.trace, self._mode, self._search = trace, mode, search
-        self._generator = generator_of(seed)
+        self._generator = as_generator(seed)
         self._draws = (
             standard_normals(samples, trace.num_classes, self._generator) if draws is None else _checked(draws, trace)
         )

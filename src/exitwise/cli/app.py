@@ -15,7 +15,7 @@ from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.policies import MethodOption, evaluate, policies
 from exitwise.cli.report import command_line, report
 from exitwise.cli.train import Force, Json, RunArgument, collect, print_json, train
-from exitwise.core.errors import InputError, AllRanksError
+from exitwise.core.errors import AllRanksError, InputError
 from exitwise.core.rank import is_rank_zero
 from exitwise.core.version import __version__
 
@@ -114,13 +114,13 @@ def demo(
     from exitwise.cli import tables
     from exitwise.cli.progress import status
     from exitwise.core.costs import format_cost
-    from exitwise.core.files import creating
+    from exitwise.core.files import atomic_directory
     from exitwise.evaluation.paper_tables import study
     from exitwise.report.build import Order, build
     from exitwise.report.page import write as write_report
     from exitwise.runs.run import Run
 
-    with creating(out, force) as new, status("Calibrating by twelve methods"):
+    with atomic_directory(out, force) as new, status("Calibrating by twelve methods"):
         for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
             shutil.copyfile(zoo.path(name), new / name)
         trace = Trace.load(new / "trace.safetensors")

@@ -245,6 +245,6 @@ def _report(place: Path, history: Any, net: str | None, as_json: bool) -> None:
 
 def print_json(**data: Any) -> None:
     """One line for machines."""
-    from exitwise.core.results import plain
+    from exitwise.core.results import to_jsonable
 
-    print(json.dumps(plain(data), allow_nan=False))
+    print(json.dumps(to_jsonable(data), allow_nan=False))

@@ -11,40 +11,40 @@ from typing import Any
 
 from exitwise.core.errors import InputError
 
-_UNFINISHED = ".part"
+_PARTIAL_SUFFIX = ".part"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; renamed over `path` when the block ends well, removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
         temporary.chmod(0o644)
-        _to_disk(temporary)  # or a power failure could leave the new name with nothing behind it
+        _flush_to_disk(temporary)  # or a power failure could leave the new name with nothing behind it
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _to_disk(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what a process left that was killed while it wrote to a folder."""
-    for left in folder.glob(f".*{_UNFINISHED}"):
+    for left in folder.glob(f".*{_PARTIAL_SUFFIX}"):
         left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     text = json.dumps(data, indent=2, allow_nan=False)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
@@ -61,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def creating(
+def atomic_directory(
     directory: str | Path, force: bool = False, marker: str = "run.json", what: str = "a run"
 ) -> Iterator[Path]:
     """A new folder to fill; it becomes the run when the block ends well, and vanishes otherwise.

@@ -17,7 +17,9 @@ NEEDS_DRAWS = "needs draws: choose a method with Laplace or MC dropout, without 
 
 Array = NDArray[Any]
 
-_HELD = 100_000_000  # probabilities kept in memory; beyond that exits are computed again when asked for again
+_MAX_CACHED_VALUES = (
+    100_000_000  # probabilities kept in memory; beyond that exits are computed again when asked for again
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +95,16 @@ class Predictions:
 
     def exits(self, variance: bool = False) -> Iterator[ExitPrediction]:
         """The K exits in order, one by one: probs and log_probs (n, c); variance (n,) if asked, where there is one."""
-        if self._exits is None and np.prod(self.shape) <= _HELD:
+        if self._exits is None and np.prod(self.shape) <= _MAX_CACHED_VALUES:
             self._exits = list(self._make())
-        exits = self._noting() if self._exits is None else iter(self._exits)
+        exits = self._stream_and_reduce() if self._exits is None else iter(self._exits)
         if not variance or self.variance is None:
             return exits
         return (replace(exit, variance=row) for exit, row in zip(exits, self.variance, strict=True))
 
-    def _noting(self) -> Iterator[ExitPrediction]:
+    def _stream_and_reduce(self) -> Iterator[ExitPrediction]:
         """The exits, computed again; what is often asked of them is noted on the way to the last."""
-        wanted = {key: function for key, function in NOTED.items() if key not in self._reduced}
+        wanted = {key: function for key, function in STREAMED_REDUCTIONS.items() if key not in self._reduced}
         rows: dict[str, list[Array]] = {key: [] for key in wanted}
         for exit in self._make():
             for key, function in wanted.items():
@@ -163,10 +165,10 @@ def _predicted(said: ExitPrediction) -> Array:
 
 
 # What is noted of predictions that are too large to keep whenever they are walked through, by the key of `reduce`.
-NOTED: dict[str, Callable[[ExitPrediction], Array]] = {"predicted": _predicted}
+STREAMED_REDUCTIONS: dict[str, Callable[[ExitPrediction], Array]] = {"predicted": _predicted}
 
 
-def array_of(name: str, values: Any) -> Array:
+def to_array(name: str, values: Any) -> Array:
     """What is given as an array: tensors, perhaps on another device and with their graph, need no import for that."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)

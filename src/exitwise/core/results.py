@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     import pandas
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Nested plain data that JSON can hold; a number that is none becomes None."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, float) and not isfinite(value):
         return None
     return value
@@ -25,7 +25,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; a number that is not finite becomes None."""
-        data: dict[str, Any] = plain(asdict(self))  # type: ignore[call-overload]
+        data: dict[str, Any] = to_jsonable(asdict(self))  # type: ignore[call-overload]
         return data
 
     def to_pandas(self) -> "pandas.DataFrame":

@@ -9,7 +9,7 @@ import torch
 from exitwise.core.errors import InputError
 
 
-def generator_of(seed: int | torch.Generator) -> torch.Generator:
+def as_generator(seed: int | torch.Generator) -> torch.Generator:
     """A generator as it is, or a new one from a seed."""
     if isinstance(seed, torch.Generator):
         return seed
@@ -18,20 +18,20 @@ def generator_of(seed: int | torch.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def seed_for(*key: int) -> int:
+def derive_seed(*key: int) -> int:
     """A seed that belongs to a key such as (seed, epoch, batch): another key has an unrelated one."""
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def temporary_seed(seed: int) -> Iterator[None]:
     """PyTorch's own numbers from a seed, for a net that is built; afterwards they go on as if nothing had been."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
-def generator_for(*key: int) -> torch.Generator:
+def derive_generator(*key: int) -> torch.Generator:
     """A new generator with the seed that belongs to a key."""
-    return torch.Generator().manual_seed(seed_for(*key))
+    return torch.Generator().manual_seed(derive_seed(*key))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exitwise.core.errors import InputError
-from exitwise.core.files import replacing
+from exitwise.core.files import atomic_write
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], format: str, version: int, 
     """
     header = {"format": format, "version": str(version)}
     header |= {key: json.dumps(value) for key, value in metadata.items()}
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             save_file(_separate(tensors), temporary, metadata=header)
         except SafetensorError as error:  # a full disk, among others
@@ -97,7 +97,7 @@ def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tenso
         raise InputError(f"{path} is not usable: {error}") from None
 
 
-def finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Return whether every value is a number; integer tensors always are. In one pass, without temporaries."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True

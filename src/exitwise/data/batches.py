@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from exitwise.core.errors import InputError
-from exitwise.core.seeds import generator_for
+from exitwise.core.seeds import derive_generator
 from exitwise.data.images import Augmentation, ImageSet, Pictures
 
 
@@ -84,7 +84,7 @@ class Shuffled:
         if self.batch_size % parts:
             raise InputError(f"a batch of {self.batch_size} cannot be cut into {parts} equal parts")
         normalize = Normalize(self.dataset)
-        order = torch.randperm(len(self.dataset), generator=generator_for(self.seed, number))
+        order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, number))
         share = self.batch_size // parts
         items = _Drawn(self, number, order, range(start, len(self)), slice(mine.start * share, mine.stop * share))
         for pixels, labels in _loaded(items, self.workers):
@@ -127,7 +127,7 @@ class _Drawn:
         source, batch = self._source, self._numbers[number]
         size, augmentation = source.batch_size, source.augmentation
         # Drawn for the whole batch, whoever takes which share of it.
-        draws = torch.rand(size, augmentation.draws, generator=generator_for(source.seed, self._epoch, batch))
+        draws = torch.rand(size, augmentation.draws, generator=derive_generator(source.seed, self._epoch, batch))
         where = self._order[batch * size : (batch + 1) * size][self._share]
         pixels = source.dataset.pixels_of(where, augmentation, draws[self._share])
         return pixels, source.dataset.labels[where]

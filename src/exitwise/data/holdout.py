@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError
-from exitwise.core.seeds import generator_of
+from exitwise.core.seeds import as_generator
 from exitwise.data.images import Pictures
 
 FORMAT, VERSION = "exitwise.split", 1
@@ -63,7 +63,7 @@ class HoldOut:
             raise InputError(
                 f"the validation split must take some of {len(train)} train images, but would take {val_size}{also}"
             )
-        order = torch.randperm(len(train), generator=generator_of(seed))
+        order = torch.randperm(len(train), generator=as_generator(seed))
         prints = train.fingerprints()
         test, val = (part.sort().values for part in torch.split(order[: test_size + val_size], [test_size, val_size]))
         return cls(Part(val, prints[val]), Part(test, prints[test]) if test_size else None)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from exitwise.core import distributed
 from exitwise.core.errors import InputError
-from exitwise.core.nested import length, mapped, tensors
+from exitwise.core.nested import iter_tensors, map_tensors, num_samples
 from exitwise.models.net import MultiExitNet
 
 # (images, labels), or (images, labels, positions in the data set)
@@ -23,18 +23,18 @@ def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progr
     device = next(net.parameters()).device
     total = _total(loader)
     done = 0
-    for batch in distributed.dealt(loader):
+    for batch in distributed.shard_batches(loader):
         if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
             )
-        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in tensors(batch[0]))
+        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in iter_tensors(batch[0]))
         inputs = batch[0] if several else torch.as_tensor(batch[0])
         labels = torch.as_tensor(batch[1]).cpu()
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
         labels = labels.long()
-        images = length(inputs, f"what `{name}` gives")
+        images = num_samples(inputs, f"what `{name}` gives")
         if labels.dim() != 1 or images != len(labels):
             raise InputError(
                 f"`{name}` must give one label per image, but gave {images} and labels {tuple(labels.shape)}"
@@ -45,11 +45,11 @@ def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progr
                 f"{net.num_classes} classes, at sample {done} or later"
             )
         index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
-        yield mapped(lambda tensor: tensor.to(device), inputs), labels, index
+        yield map_tensors(lambda tensor: tensor.to(device), inputs), labels, index
         done += len(labels)
         if progress:
-            progress(name, min(done * distributed.world(), total or done), total)
-    if not distributed.total(torch.tensor(done)):
+            progress(name, min(done * distributed.world_size(), total or done), total)
+    if not distributed.all_reduce_sum(torch.tensor(done)):
         raise InputError(f"`{name}` gave no samples")
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from exitwise.core.errors import NET_ERRORS, InputError, first_line
-from exitwise.core.nested import kind, mapped
+from exitwise.core.nested import describe, map_tensors
 from exitwise.models.net import MultiExitNet
 
 
@@ -33,7 +33,7 @@ def macs(
     """
     if (input_shape is None) == (example_inputs is None):
         raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
-    shown = kind(example_inputs) if input_shape is None else f"shape {input_shape}"
+    shown = describe(example_inputs) if input_shape is None else f"shape {input_shape}"
     twin = copy.deepcopy(net).to("meta").eval()
     counts: list[int] = []
 
@@ -46,7 +46,7 @@ def macs(
     with torch.no_grad():
         try:
             inputs = example_inputs if input_shape is None else torch.empty(1, *input_shape)
-            for head, state in twin.states(mapped(lambda tensor: tensor.to("meta"), inputs)):
+            for head, state in twin.states(map_tensors(lambda tensor: tensor.to("meta"), inputs)):
                 head(state)
                 cumulative.append(sum(counts))
         except InputError:

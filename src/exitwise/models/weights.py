@@ -123,7 +123,7 @@ def check_fit(net: MultiExitNet, theirs: Mapping[str, Tensor], path: Path | str)
     if problems:
         fits = _fitting_preset(theirs, net.spec)
         raise InputError(f"{path} does not fit {_words(net.spec)}: {', '.join(problems)}; {fits}")
-    broken = next((key for key, value in theirs.items() if not tensorfiles.finite(value)), None)
+    broken = next((key for key, value in theirs.items() if not tensorfiles.all_finite(value)), None)
     if broken:
         raise InputError(f"{path} holds values that are not finite in {broken!r}")
 

@@ -11,7 +11,7 @@ import numpy as np
 from exitwise.core.costs import Costs, is_number
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
-from exitwise.core.predictions import Array, array_of
+from exitwise.core.predictions import Array, to_array
 from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.controller", 1
@@ -83,7 +83,7 @@ class BudgetController:
 
     def update(self, exits: Any, scores: Any = None) -> Policy:
         """Learn from a batch: exits (n,), and scores (n,) at those exits, in any order. The policy for the next one."""
-        taken = array_of("exits", exits)
+        taken = to_array("exits", exits)
         last = len(self.fitted.thresholds) - 1
         if taken.shape == (0,):
             return self.policy
@@ -92,7 +92,7 @@ class BudgetController:
         if not 0 <= taken.min() <= taken.max() <= last:
             raise InputError(f"`exits` must lie in 0..{last}, but reach from {taken.min()} to {taken.max()}")
         if scores is not None:
-            found = array_of("scores", scores)
+            found = to_array("scores", scores)
             if found.shape != taken.shape or not np.issubdtype(found.dtype, np.number) or not np.isfinite(found).all():
                 raise InputError(f"`scores` must be {len(taken)} finite numbers, but got {found.dtype} {found.shape}")
             self._learn_slope(taken, found.astype(np.float64))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import NEEDS_DRAWS, NOTED, Array, ExitPrediction, Predictions
+from exitwise.core.predictions import NEEDS_DRAWS, STREAMED_REDUCTIONS, Array, ExitPrediction, Predictions
 
 _HASHED = 4_000_000  # probabilities at a time
 _SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it
@@ -87,7 +87,7 @@ def _noted(score: str) -> Callable[[ExitPrediction], Array]:
     return lambda said: split_ties(SCORES[score].of(said, None)[0], said.probs)
 
 
-NOTED.update({name: _noted(name) for name in ("confidence", "entropy")})
+STREAMED_REDUCTIONS.update({name: _noted(name) for name in ("confidence", "entropy")})
 
 
 def check_score(score: Any) -> None:

@@ -16,7 +16,7 @@ from exitwise.calibration.trace import Split, Trace
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
-from exitwise.core.results import plain
+from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
 from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, Study, Table, study
@@ -129,7 +129,7 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
         "guarantee": _guarantee(run),
         "made": origin_of_report(run, trace, ours.tuned.calibration, order.command),
     }
-    return Report(plain(data), pictures)
+    return Report(to_jsonable(data), pictures)
 
 
 def training_report(run: Run, live: bool, command: str = "") -> Report:
@@ -146,7 +146,7 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
         "training": _training(run) or {"epochs": [], "of": _epochs(run)},
         "made": [*origin_of_net(run), *origin_of_page(command)],
     }
-    return Report(plain(data))
+    return Report(to_jsonable(data))
 
 
 def _saved_like(own: Calibration | None, run: Run, trace: Trace) -> dict[str, Calibration]:

@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from exitwise.core.files import replacing
+from exitwise.core.files import atomic_write
 from exitwise.report.build import Report
 
 LIVE_SECONDS = 5
@@ -30,7 +30,7 @@ def render(report: Report) -> str:
 
 
 def write(report: Report, path: Path) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(render(report), encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ from exitwise.models.net import MultiExitNet
 from exitwise.policies.policy import Policy
 from exitwise.core.distributed import rank
 from exitwise.runs.run import Run, describe
-from exitwise.core.files import creating
+from exitwise.core.files import atomic_directory
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 
@@ -221,7 +221,7 @@ def collect_new(
     net = new_net(preset, function, splits.train.shape, len(splits.train.classes))
     load_checkpoint(net, weights)
     _launch(by.machine, net)
-    with creating(directory) if rank() == 0 else nullcontext() as new:
+    with atomic_directory(directory) if rank() == 0 else nullcontext() as new:
         trace = _collect(net, splits, by)
         if new:
             write_json(new / "run.json", describe(net.spec or {"net": function}, about))

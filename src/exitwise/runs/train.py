@@ -15,11 +15,11 @@ from exitwise.core.files import write_json
 from exitwise.training.history import History
 from exitwise.training.machine import Machine
 from exitwise.models.net import MultiExitNet
-from exitwise.core.distributed import by_first, rank
+from exitwise.core.distributed import run_on_rank_zero, rank
 from exitwise.training.recipes import Recipe, recipe_named
 from exitwise.runs.run import Run, describe
-from exitwise.core.files import creating
-from exitwise.core.seeds import generator_of, seeded
+from exitwise.core.files import atomic_directory
+from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.training.batch_sources import source_of
 from exitwise.training.loop import Trainer, Watcher, worth_compiling
 
@@ -94,12 +94,12 @@ def train_new(
     known = data.data_set(source.name)
     recipe = order.made(known)
     seed = order.seed or 0
-    generator_of(seed)  # refuses what is no seed
+    as_generator(seed)  # refuses what is no seed
     preset = None if order.net else order.model or known.model
     size = models.config(preset).input_shape[1] if preset else FILE_SIZE
     fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
     held, splits, about = source.load(size)
-    with seeded(seed):
+    with temporary_seed(seed):
         net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if order.compile is None else order.compile
@@ -110,7 +110,7 @@ def train_new(
     plan = Plan(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
     trainer = _trainer(net, splits, plan, means, fabric, directory)
     described = describe(net.spec or {"net": order.net}, about, plan.to_dict())
-    by_first(lambda: _make_run(directory, force, described, held))
+    run_on_rank_zero(lambda: _make_run(directory, force, described, held))
     return _run(trainer, means, watcher)
 
 
@@ -122,7 +122,7 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
     plan = Plan.of(run)
     _check_same(run, order, plan)
     fabric = replace(means.machine, precision=plan.precision).fabric()
-    with seeded(plan.seed):
+    with temporary_seed(plan.seed):
         net = net_of(run, order.net)
     splits = pictures(run, root)
     if len(splits.train.classes) != net.num_classes:
@@ -137,7 +137,7 @@ def train_on(directory: Path, root: Path | None, order: Order, means: Means, wat
         now = torch.get_num_threads()
         _log.warning("threads were %d and are %d now: the last bits may come out differently", plan.threads, now)
     trainer = _trainer(net, splits, plan, means, fabric, directory)
-    if not by_first(lambda: _not_begun(trainer, directory)):
+    if not run_on_rank_zero(lambda: _not_begun(trainer, directory)):
         trainer.resume()
     return _run(trainer, means, watcher)
 
@@ -186,7 +186,7 @@ def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
 
 
 def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.HoldOut) -> None:
-    with creating(directory, force) as new:
+    with atomic_directory(directory, force) as new:
         write_json(new / "run.json", about)
         held.save(new / "split.safetensors")
 

@@ -17,8 +17,8 @@ from exitwise.training.machine import Machine
 from exitwise.models.attach.attach import attach
 from exitwise.training.recipes import HeadRecipe
 from exitwise.runs.run import describe
-from exitwise.core.files import creating
-from exitwise.core.seeds import generator_of, seeded
+from exitwise.core.files import atomic_directory
+from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.training.loop import Watcher
 
 
@@ -55,7 +55,7 @@ def train_new_heads(
     """Make a run, whole or not at all: this takes too little time to go on with."""
     known = data.data_set(source.name)
     recipe, seed = order.made(), order.seed or 0
-    generator_of(seed)  # refuses what is no seed
+    as_generator(seed)  # refuses what is no seed
     preset = None if order.net else order.model or known.model
     size = models.config(preset).input_shape[1] if preset else FILE_SIZE
     if preset and order.weights is None:
@@ -63,15 +63,15 @@ def train_new_heads(
     fabric = machine.fabric()
     if fabric.world_size > 1:
         raise InputError(f"--freeze-backbone is for one process, but {fabric.world_size} were asked for")
-    with creating(directory, force) as new:
+    with atomic_directory(directory, force) as new:
         held, splits, about = source.load(size)
-        with seeded(seed):
+        with temporary_seed(seed):
             net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
         if order.weights is not None:
             load_checkpoint(net, order.weights)
         if order.attach is not None:
             at = order.attach if order.attach == "auto" else order.attach.split(",")
-            with seeded(seed):
+            with temporary_seed(seed):
                 net = attach(net.eval(), at, exits=order.exits, example_inputs=torch.rand(1, *splits.train.shape))
         net.to(fabric.device)
         options: dict[str, Any] = {**recipe.to_dict(), "last": order.last, "seed": seed, "workers": workers}

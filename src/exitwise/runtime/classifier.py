@@ -127,7 +127,7 @@ class Classifier(nn.Module):
         """What leaving at each of K exits costs; MACs are counted for images (n, ...) where nothing else is known."""
         if self.costs is None:
             try:
-                self.costs = Costs.of(macs(self._counted[0], example_inputs=nested.one(images)))
+                self.costs = Costs.of(macs(self._counted[0], example_inputs=nested.first_sample(images)))
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to do without counting") from None
         return self.costs

@@ -19,7 +19,7 @@ from exitwise.calibration.calibration import Calibration
 from exitwise.core import nested
 from exitwise.core.costs import Costs
 from exitwise.core.errors import NET_ERRORS, InputError, first_line
-from exitwise.core.files import creating
+from exitwise.core.files import atomic_directory
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
@@ -52,9 +52,9 @@ class StageGraph(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         carried = iter(inputs)
-        state = self.stage(nested.filled(self._structure, carried))
+        state = self.stage(nested.replace_tensors(self._structure, carried))
         said = self.exit(self.head.features(state), next(carried, None))
-        found = [] if self._last else list(nested.tensors(state))
+        found = [] if self._last else list(nested.iter_tensors(state))
         found.append(said.probs)
         if said.variance is not None:
             found.append(said.variance)
@@ -75,7 +75,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
         raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
     given = _example(classifier, example)
     inputs = _inputs(given)
-    with creating(path, force, MANIFEST, "a bundle") as folder:
+    with atomic_directory(path, force, MANIFEST, "a bundle") as folder:
         graphs = _write_graphs(classifier, given, first_names(inputs), folder)
         Manifest(
             graphs=graphs,
@@ -127,11 +127,11 @@ def _example(classifier: Exportable, example: Any) -> Any:
             raise InputError("exporting needs to know the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
     several = isinstance(example, Mapping | list | tuple)
-    parts = list(nested.tensors(example))
+    parts = list(nested.iter_tensors(example))
     if not parts or not all(part.dim() > (not several) and len(part) for part in parts):
         raise InputError("`example` must be a tensor of some images (n, ...), or a dict or tuple of such tensors")
-    nested.length(example, "`example`")
-    return nested.mapped(_three, example)
+    nested.num_samples(example, "`example`")
+    return nested.map_tensors(_three, example)
 
 
 def _three(part: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _inputs(given: Any) -> tuple[Input, ...]:
     else:
         named = given if isinstance(given, dict) else {str(i): part for i, part in enumerate(given)}
     tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
-    if len(tensors) < len(list(nested.tensors(given))):
+    if len(tensors) < len(list(nested.iter_tensors(given))):
         raise InputError("`example` must hold tensors, not lists or dicts of them")
     return tuple(
         Input(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
@@ -181,7 +181,7 @@ def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], fold
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
         graph = StageGraph(stage, head, exit, state, last)
-        carried = list(nested.tensors(state))
+        carried = list(nested.iter_tensors(state))
         inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else list(names)
         if memory is not None:
             carried, inputs = [*carried, memory], [*inputs, "memory"]
@@ -190,9 +190,9 @@ def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], fold
                 state = stage(state)
                 said = exit(head.features(state), memory)
         except NET_ERRORS as error:
-            raise InputError(f"the net cannot take {nested.kind(given)}: {first_line(error)}") from None
+            raise InputError(f"the net cannot take {nested.describe(given)}: {first_line(error)}") from None
         memory = said.memory
-        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.tensors(state))]
+        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.iter_tensors(state))]
         outputs.append("probs")
         if said.variance is not None:
             outputs += ["variance"] if last or memory is None else ["variance", "drawn"]

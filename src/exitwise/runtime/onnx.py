@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exitwise.core.errors import InputError, first_line
-from exitwise.core.predictions import Array, ExitPrediction, array_of
+from exitwise.core.predictions import Array, ExitPrediction, to_array
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
@@ -130,7 +130,7 @@ class OnnxBackend:
         if not isinstance(images, list | tuple) or len(images) != len(names):
             found = ", ".join(map(str, images)) if isinstance(images, Mapping) else type(images).__name__
             raise InputError(f"the bundle takes {', '.join(names)}, by name or in a row, but got {found}")
-        return [array_of(_plural(each), part) for each, part in zip(self._manifest.inputs, images, strict=True)]
+        return [to_array(_plural(each), part) for each, part in zip(self._manifest.inputs, images, strict=True)]
 
     def _ready(self, each: Input, array: Array) -> Array:
         """In the input's own type, if that loses nothing that matters."""

@@ -88,9 +88,9 @@ class TorchBackend:
 
     @torch.inference_mode()
     def start(self, images: Any) -> Live:
-        state = nested.mapped(self._ready, _tensor(images))
-        nested.length(state, "`images`")
-        self._kind = nested.kind(nested.mapped(lambda tensor: tensor[0] if len(tensor) else tensor, state))
+        state = nested.map_tensors(self._ready, _tensor(images))
+        nested.num_samples(state, "`images`")
+        self._kind = nested.describe(nested.map_tensors(lambda tensor: tensor[0] if len(tensor) else tensor, state))
         if not self._costs:
             self._costs = self._costs_of(state).values
         return Live(state)
@@ -109,18 +109,18 @@ class TorchBackend:
         return images.clone() if images.data_ptr() % ALIGNMENT else images
 
     def stack(self, images: Sequence[Any]) -> Any:
-        return nested.mapped(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
+        return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
 
     def kind(self, image: Any) -> str:
         image, known = _tensor(image), self._preprocessing
-        found = list(nested.tensors(image))
+        found = list(nested.iter_tensors(image))
         if not found:
             raise InputError(f"an image must be a tensor or an array, but is a {type(image).__name__}")
         if known is not None and tuple(found[0].shape) != known.shape:
             raise InputError(f"an image must have shape {known.shape}, but has {tuple(found[0].shape)}")
         if any(tensor.dtype == torch.uint8 for tensor in found):
             _known(known)
-        return nested.kind(image)
+        return nested.describe(image)
 
     def check(self, image: Any) -> None:
         live = self.start(self.stack([image]))
@@ -143,7 +143,7 @@ class TorchBackend:
     @torch.inference_mode()
     def take(self, live: Live, rows: Array) -> Live:
         where = torch.from_numpy(rows).to(self._device)
-        state = nested.mapped(lambda tensor: _select(tensor, where), live.state)
+        state = nested.map_tensors(lambda tensor: _select(tensor, where), live.state)
         return Live(state, None if live.memory is None else _select(live.memory, where))
 
     def keep(self, live: Live, gone: Array) -> tuple[Live, Array]:
@@ -153,12 +153,12 @@ class TorchBackend:
 
     @torch.inference_mode()
     def join(self, lives: Sequence[Live]) -> Live:
-        state = nested.mapped(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
+        state = nested.map_tensors(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
         memories = [live.memory for live in lives if live.memory is not None]
         return Live(state, torch.cat(memories) if memories else None)
 
     def length(self, live: Live) -> int:
-        return nested.length(live.state)
+        return nested.num_samples(live.state)
 
 
 def _select(tensor: Tensor, where: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from exitwise.core.errors import InputError
-from exitwise.core.seeds import generator_for, seed_for
+from exitwise.core.seeds import derive_generator, derive_seed
 from exitwise.data.batches import Batches, Parts, Shuffled
 from exitwise.data.images import Pictures
 from exitwise.training.recipes import Recipe
@@ -69,9 +69,9 @@ class FromDataset:
         return int(len(self.dataset) // self.batch_size)
 
     def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]:
-        order = torch.randperm(len(self.dataset), generator=generator_for(self.seed, number)).tolist()
+        order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, number)).tolist()
         for batch in range(start, len(self)):
-            torch.manual_seed(seed_for(self.seed, number, batch))
+            torch.manual_seed(derive_seed(self.seed, number, batch))
             where = order[batch * self.batch_size : (batch + 1) * self.batch_size]
             images, labels = default_collate([self.dataset[position] for position in where])[:2]
             yield _cut(images, labels, parts, mine)
@@ -88,7 +88,7 @@ class FromLoader:
         return len(self.loader)
 
     def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]:
-        seed = seed_for(self.seed, number)
+        seed = derive_seed(self.seed, number)
         torch.manual_seed(seed)
         sampler = getattr(self.loader, "sampler", None)
         for owner in (self.loader, sampler):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exitwise.core.errors import InputError, first_line
-from exitwise.core.nested import filled, mapped, tensors
-from exitwise.core.seeds import generator_for
+from exitwise.core.nested import iter_tensors, map_tensors, replace_tensors
+from exitwise.core.seeds import derive_generator
 from exitwise.models.input_batches import Progress, checked_batches
 from exitwise.models.net import MultiExitNet
 from exitwise.training.batch_sources import Source, in_order, source_of
@@ -39,7 +39,7 @@ class Cached:
 
     def epoch(self, number: int) -> Iterator[Seen]:
         """Shuffled batches; what is left of an epoch is left out."""
-        order = torch.randperm(len(self._train[2]), generator=generator_for(self._seed, number))
+        order = torch.randperm(len(self._train[2]), generator=derive_generator(self._seed, number))
         for start in range(0, len(self) * self.batch_size, self.batch_size):
             yield _rows(self._train, order[start : start + self.batch_size])
 
@@ -89,7 +89,7 @@ class Backbone:
             if self._tried:
                 raise
             reason = first_line(error)
-            shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
+            shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in iter_tensors(inputs))
             raise InputError(f"the net cannot take inputs of shape {shapes}: {reason}") from None
         self._tried = True
         return read, said
@@ -135,7 +135,7 @@ def _batches(source: Source, epoch: int) -> Iterator[Any]:
 
 def _size(first: Seen, loader: Any) -> float:
     """Bytes of a whole split, from its first batch."""
-    size = sum(tensor.nbytes for tensor in tensors(first))
+    size = sum(tensor.nbytes for tensor in iter_tensors(first))
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, Sized):
         return size * len(dataset) / max(len(first[2]), 1)
@@ -143,20 +143,20 @@ def _size(first: Seen, loader: Any) -> float:
 
 
 def _rows(seen: Seen, where: Tensor | slice) -> Seen:
-    rows: Seen = mapped(lambda tensor: tensor[where], seen)
+    rows: Seen = map_tensors(lambda tensor: tensor[where], seen)
     return rows
 
 
 def _kept(seen: Seen) -> Seen:
     """A copy: what a head reads may be a small view of a large state."""
-    kept: Seen = mapped(lambda tensor: tensor.to("cpu", copy=True), seen)
+    kept: Seen = map_tensors(lambda tensor: tensor.to("cpu", copy=True), seen)
     return kept
 
 
 def _joined(batches: list[Seen]) -> Seen:
     """All batches as one; each tensor's parts are let go of when it is whole."""
     first = batches[0]
-    columns = [list(column) for column in zip(*map(tensors, batches), strict=True)]
+    columns = [list(column) for column in zip(*map(iter_tensors, batches), strict=True)]
     batches.clear()
-    joined: Seen = filled(first, (torch.cat(columns.pop(0)) for _ in range(len(columns))))
+    joined: Seen = replace_tensors(first, (torch.cat(columns.pop(0)) for _ in range(len(columns))))
     return joined

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from exitwise.core import distributed
 from exitwise.core.errors import InputError
-from exitwise.core.nested import mapped
-from exitwise.core.seeds import generator_of, seed_for
+from exitwise.core.nested import map_tensors
+from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.models.net import MultiExitNet, keeping_modes
 from exitwise.training.frozen_features import Cache, Cached, Running, features
 from exitwise.training.history import Epoch, History
@@ -54,7 +54,7 @@ def train_heads(
     """
     recipe = HeadRecipe(epochs, batch_size, lr, weight_decay, distill, temperature)
     _check(net, recipe, last, cache)
-    generator_of(seed)  # refuses what is no seed
+    as_generator(seed)  # refuses what is no seed
     heads = net.exits if last else net.exits[:-1]
     learners = [Learner(head) for head in heads]
     device = next(net.parameters()).device
@@ -62,7 +62,7 @@ def train_heads(
     cuda = [device.index] if device.type == "cuda" else []
     with keeping_modes(net), torch.random.fork_rng(devices=cuda):
         net.eval()
-        torch.manual_seed(seed_for(seed))
+        torch.manual_seed(derive_seed(seed))
         data = features(net, learners, train, val, recipe, seed, cache, workers, watcher.features)
         try:
             rows = list(_Training(learners, data, recipe, seed, device, watcher).epochs())
@@ -81,7 +81,7 @@ def _check(net: Any, recipe: HeadRecipe, last: Any, cache: Any) -> None:
         raise InputError(f"`last` must be true or false, but got {last!r}")
     if not isinstance(cache, bool) and cache != "auto":
         raise InputError(f"`cache` must be 'auto', true or false, but got {cache!r}")
-    if distributed.world() > 1:
+    if distributed.world_size() > 1:
         raise InputError("heads are trained by one process, but there are several")
     if len(net.exits) == 1 and not last:
         raise InputError("`net` has one exit, which is the last: `last=True` trains it, or attach exits before it")
@@ -112,7 +112,7 @@ class _Training:
         self._device, self._watcher = device, watcher
         self._schedule = recipe.schedule()
         inputs, labels = self._some()
-        torch.manual_seed(seed_for(seed))  # whatever was drawn on the way
+        torch.manual_seed(derive_seed(seed))  # whatever was drawn on the way
         parameters = [p for learner, each in zip(learners, inputs, strict=True) for p in learner.begin(each, labels)]
         fused = device.type in ("cpu", "cuda")
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
@@ -134,11 +134,11 @@ class _Training:
         """What each head reads of some samples, and their labels."""
         several = max(1, _SOME // self._recipe.batch_size)
         read = [self._here((inputs, labels)) for inputs, _, labels in islice(self._data.epoch(0), several)]
-        joined: tuple[list[Any], Tensor] = mapped(lambda *parts: torch.cat(parts), *read)
+        joined: tuple[list[Any], Tensor] = map_tensors(lambda *parts: torch.cat(parts), *read)
         return joined
 
     def _here(self, seen: Any) -> Any:
-        return mapped(lambda tensor: tensor.to(self._device), seen)
+        return map_tensors(lambda tensor: tensor.to(self._device), seen)
 
     def _train(self, epoch: int) -> tuple[float, float]:
         """The mean of the summed losses, and samples per second."""
@@ -147,7 +147,7 @@ class _Training:
             inputs, said, labels = self._here(seen)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._schedule.lr_at(epoch, number / batches)
-            torch.manual_seed(seed_for(self._seed, epoch, number))
+            torch.manual_seed(derive_seed(self._seed, epoch, number))
             logits = [learner.logits(each) for learner, each in zip(self._learners, inputs, strict=True)]
             losses = torch.stack([loss(each, labels, said, self._recipe) for each in logits])
             total += self._finite(losses.detach(), f"epoch {epoch + 1}, batch {number + 1}")

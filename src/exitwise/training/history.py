@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitwise.core.errors import InputError
-from exitwise.core.files import replacing
+from exitwise.core.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ class History:
             numbers = (row.lr, row.train_loss, row.val_loss, *row.val_top1, row.images_per_second, row.seconds)
             kept = " ".join(str(k + 1) for k, epoch in enumerate(self.kept) if epoch == row.epoch)
             writer.writerow([row.epoch, *(f"{number:.6g}" for number in numbers), *([kept] if self.kept else [])])
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(text.getvalue(), encoding="utf-8")
 
     @classmethod
@@ -91,7 +91,7 @@ class History:
     def plot(self, path: Path) -> None:
         """The figure as a PNG, SVG or PDF file."""
         figure = self.figure()
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
 
     def figure(self) -> "Figure":

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
-from exitwise.core.errors import InputError, AllRanksError, first_line
-from exitwise.core.files import remove_unfinished
-from exitwise.core.seeds import generator_of, seed_for
-from exitwise.core.tensorfiles import finite
+from exitwise.core.errors import AllRanksError, InputError, first_line
+from exitwise.core.files import remove_partial_files
+from exitwise.core.seeds import as_generator, derive_seed
+from exitwise.core.tensorfiles import all_finite
 from exitwise.data.batches import Parts
 from exitwise.models.net import MultiExitNet, keeping_modes
 from exitwise.models.weights import load_checkpoint, save_checkpoint
@@ -113,7 +113,7 @@ def train(
     other, and steps once for all of them.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    generator_of(seed)  # refuses what is no seed
+    as_generator(seed)  # refuses what is no seed
     folder = Path(out)
     snapshots = Snapshots(folder / "checkpoints")
     if not resume and snapshots.newest() is not None:
@@ -168,7 +168,9 @@ class Trainer:
         if accumulate < 1:
             raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
         if compile and not can_compile():
-            raise AllRanksError("torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX")
+            raise AllRanksError(
+                "torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX"
+            )
         self._parts = fabric.world_size * accumulate
         if recipe.batch_size % self._parts:
             raise AllRanksError(
@@ -194,11 +196,11 @@ class Trainer:
 
     def save(self) -> None:
         """Weights, momentum and the place in the training. The first process writes, the others wait."""
-        broken = next((name for name, value in self.net.state_dict().items() if not finite(value)), None)
+        broken = next((name for name, value in self.net.state_dict().items() if not all_finite(value)), None)
         if broken:  # the next loss would be no number, and this checkpoint no good one
             where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
             raise AllRanksError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
-        distributed.by_first(self._write)
+        distributed.run_on_rank_zero(self._write)
 
     def _write(self) -> None:
         tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
@@ -213,7 +215,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint."""
-        self.restore(*distributed.by_first(self.snapshots.load))
+        self.restore(*distributed.run_on_rank_zero(self.snapshots.load))
         kept = self.folder / "net.safetensors"
         if self.state.rows and not kept.is_file():
             raise AllRanksError(f"{kept} is gone, and with it the best net so far: it has to be trained anew")
@@ -255,7 +257,7 @@ class Trainer:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
         with _alone(self.folder), _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
             self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
-            if distributed.of_first(self.snapshots.newest() is None):
+            if distributed.broadcast_object(self.snapshots.newest() is None):
                 self.save()
             while self.state.epoch < self.recipe.epochs:
                 self._train_epoch(asked)
@@ -289,7 +291,9 @@ class Trainer:
             left = (self.recipe.epochs - state.epoch) * batches - state.batch
             self.watcher.batch(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
         state.speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
-        distributed.copy_first(self.net.buffers())  # statistics of BatchNorm are per process: all validate the first's
+        distributed.broadcast_tensors(
+            self.net.buffers()
+        )  # statistics of BatchNorm are per process: all validate the first's
         self.save()  # validation may be interrupted, too
 
     def _finish_epoch(self, asked: list[int]) -> None:
@@ -308,10 +312,10 @@ class Trainer:
         best = History((*state.rows, row)).best is row
         state.rows.append(row)
         state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        distributed.by_first(lambda: self._keep(best))
+        distributed.run_on_rank_zero(lambda: self._keep(best))
         self.save()
         self.watcher.epoch(row, best)
-        if asked and distributed.world() == 1:
+        if asked and distributed.world_size() == 1:
             raise StoppedError(asked[0], self._where())
 
     def _keep(self, best: bool) -> None:
@@ -323,7 +327,7 @@ class Trainer:
     def _step(self, parts: Parts, asked: bool, due: bool) -> tuple[float, bool, bool]:
         """One step of the optimiser; the loss over all processes, and whether any wants to stop or to save."""
         state = self.state
-        torch.manual_seed(seed_for(self.seed, state.epoch, state.batch, distributed.rank()))
+        torch.manual_seed(derive_seed(self.seed, state.epoch, state.batch, distributed.rank()))
         self._stepper.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for number, (images, labels) in enumerate(parts, start=1):
@@ -334,8 +338,8 @@ class Trainer:
                 part = self._loss(self._logits(images), self._labels(labels, "train")) / len(parts)
                 self.fabric.backward(part)
             loss += part.detach().double().cpu()
-        shared = torch.stack([loss / distributed.world(), torch.tensor(float(asked)), torch.tensor(float(due))])
-        loss_, stop, save = distributed.total(shared).tolist()
+        shared = torch.stack([loss / distributed.world_size(), torch.tensor(float(asked)), torch.tensor(float(due))])
+        loss_, stop, save = distributed.all_reduce_sum(shared).tolist()
         if not isfinite(loss_):
             where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
             raise AllRanksError(f"the loss became {loss_} in {where}; {self.snapshots.words()}")
@@ -372,17 +376,21 @@ class Trainer:
         exits = len(self.net.exits)
         sums = torch.zeros(exits + 2, dtype=torch.float64)  # right answers per exit, loss, samples
         self.net.eval()
-        torch.manual_seed(seed_for(self.seed, self.state.epoch))  # a loader that shuffles gives all processes the same
+        torch.manual_seed(
+            derive_seed(self.seed, self.state.epoch)
+        )  # a loader that shuffles gives all processes the same
         with torch.inference_mode(), self.fabric.autocast():
-            for images, labels, *_ in distributed.dealt(self.val):
+            for images, labels, *_ in distributed.shard_batches(self.val):
                 images, labels = self.fabric.to_device(images), self._labels(labels, "val")
                 logits = self.net(images)
                 right = torch.stack([(exit.argmax(1) == labels).sum() for exit in logits])
                 loss = self._loss(logits, labels) * len(labels)
                 sums += torch.cat([right.double(), loss[None].double(), right.new_tensor([len(labels)])]).cpu()
-                if asked and distributed.world() == 1:  # several processes finish: one alone would leave them waiting
+                if (
+                    asked and distributed.world_size() == 1
+                ):  # several processes finish: one alone would leave them waiting
                     raise StoppedError(asked[0], self._where())
-        sums = distributed.total(sums)
+        sums = distributed.all_reduce_sum(sums)
         samples = float(sums[-1])
         if not samples:
             raise InputError("`val` gave no samples")
@@ -400,7 +408,7 @@ class Trainer:
 def _alone(folder: Path) -> Iterator[None]:
     """Hold a run against a second training of it; a process that dies lets go. What a killed one left is removed."""
     with ExitStack() as held:
-        distributed.by_first(lambda: _lock(folder, held))
+        distributed.run_on_rank_zero(lambda: _lock(folder, held))
         yield
 
 
@@ -415,7 +423,7 @@ def _lock(folder: Path, held: ExitStack) -> None:
         except OSError:
             _log.warning("%s: this file system has no locks, so nothing keeps a second training away", folder)
     for place in (folder, folder / "checkpoints"):
-        remove_unfinished(place)
+        remove_partial_files(place)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from exitwise.core.nested import mapped, tensors
+from exitwise.core.nested import iter_tensors, map_tensors
 from exitwise.models.msdnet import Neck
 from exitwise.models.net import Head
 
@@ -124,8 +124,8 @@ def split(head: Head, state: Any) -> tuple[nn.Sequential, nn.Sequential]:
     ahead = 0
     with torch.no_grad():
         while not any(True for _ in chain(row[ahead].parameters(), row[ahead].buffers())):
-            outputs = [row[ahead].train(mode)(mapped(Tensor.clone, state)) for mode in (True, False)]
-            if not all(torch.equal(*pair) for pair in zip(*map(tensors, outputs), strict=True)):
+            outputs = [row[ahead].train(mode)(map_tensors(Tensor.clone, state)) for mode in (True, False)]
+            if not all(torch.equal(*pair) for pair in zip(*map(iter_tensors, outputs), strict=True)):
                 break
             state = outputs[1]
             ahead += 1

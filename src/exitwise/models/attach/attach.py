@@ -173,7 +173,7 @@ def _check_reads(head: Head, read: Read) -> None:
             return
         reason = f"it makes features {tuple(features.shape)} of them, not one row for each sample"
     raise InputError(
-        f"`head` cannot read what {read.name!r} gives, {nested.kind(read.features)} for {SIZES[0]} samples: {reason}"
+        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} for {SIZES[0]} samples: {reason}"
     )
 
 
@@ -181,7 +181,7 @@ def _head(read: Read, classes: int, kind: str) -> Head:
     features = read.features
     if not features.is_floating_point() or not 2 <= features.dim() <= 5:
         raise InputError(
-            f"no head is known for what {read.name!r} gives, {nested.kind(features)} for {SIZES[0]} samples: "
+            f"no head is known for what {read.name!r} gives, {nested.describe(features)} for {SIZES[0]} samples: "
             f"give your own as `head`"
         )
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}

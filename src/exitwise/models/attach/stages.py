@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from exitwise.core.errors import InputError, first_line
-from exitwise.core.nested import length, mapped, tensors
+from exitwise.core.nested import iter_tensors, map_tensors, num_samples
 from exitwise.models.attach.graph import BY_HAND, SIZES, Inputs, run
 
 
@@ -203,7 +203,7 @@ class LaterStage(nn.Module):
 
     def forward(self, state: Any) -> Any:
         if self.copies:
-            state = mapped(torch.clone, state)
+            state = map_tensors(torch.clone, state)
         return self._outputs.pack(run(self.body, self._inputs.unpack(state)))
 
 
@@ -226,7 +226,7 @@ def run_whole(stages: Iterable[nn.Module], inputs: Inputs) -> Any:
     """What the last stage gives when nobody leaves; finds out which stages must copy what they get."""
     state = inputs.given
     for k, stage in enumerate(stages):
-        before = list(tensors(state))
+        before = list(iter_tensors(state))
         versions = [tensor._version for tensor in before]
         state = _run(stage, k, state)
         if isinstance(stage, LaterStage):
@@ -237,10 +237,10 @@ def run_whole(stages: Iterable[nn.Module], inputs: Inputs) -> Any:
 def run_thinned(stages: Iterable[nn.Module], inputs: Inputs) -> tuple[Any, Tensor]:
     """What the last stage gives when before each stage a sample leaves and the others change places; who is left."""
     state = inputs.given
-    left = torch.arange(length(state))
+    left = torch.arange(num_samples(state))
     for k, stage in enumerate(stages):
         rest = torch.arange(1, len(left)).flip(0)
-        left, state = left[rest], _run(stage, k, mapped(lambda tensor, rest=rest: tensor[rest], state))
+        left, state = left[rest], _run(stage, k, map_tensors(lambda tensor, rest=rest: tensor[rest], state))
     return state, left
 
 
@@ -248,4 +248,4 @@ def _run(stage: nn.Module, k: int, state: Any) -> Any:
     try:
         return stage(state)
     except Exception as error:
-        raise InputError(f"stage {k} cannot run on a batch of {length(state)}: {first_line(error)}") from None
+        raise InputError(f"stage {k} cannot run on a batch of {num_samples(state)}: {first_line(error)}") from None

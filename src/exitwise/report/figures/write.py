@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exitwise.core.errors import InputError
-from exitwise.core.files import replacing
+from exitwise.core.files import atomic_write
 from exitwise.report.build import Report
 from exitwise.training.history import History
 
@@ -36,7 +36,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}): choose another place") from None
     for name, content in contents.items():
-        with replacing(folder / name) as temporary:
+        with atomic_write(folder / name) as temporary:
             temporary.write_bytes(content)
     return [folder / name for name in contents]
 
