@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import exitwise as ew
 from exitwise import data
-from exitwise.data.folders import scan
+from exitwise.data.folders import scan_class_folders
 from exitwise.training.batch_sources import source_of
 from exitwise.training.loop import Trainer
 from exitwise.training.recipes import RECIPES
@@ -194,7 +194,7 @@ def folders(images: int, workers: tuple[int, ...]) -> dict[str, Any]:
             place.mkdir(exist_ok=True)
             coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8))
             coarse.resize((500, 375), Image.Resampling.BICUBIC).save(place / f"{k}.jpg", quality=90)
-        files = scan(Path(folder), 224)
+        files = scan_class_folders(Path(folder), 224)
         for number in workers:
             source = source_of(files, replace(RECIPES["imagenet"], batch_size=32), seed=0, workers=number)
             batches = source.epoch(0)

@@ -13,7 +13,7 @@ import torch
 import exitwise as ew
 from exitwise import data
 from exitwise.core.files import write_json
-from exitwise.data.holdout import Part
+from exitwise.data.holdout import HeldOutPart
 from exitwise.runs.run import describe
 from exitwise.zoo import NET
 
@@ -28,7 +28,7 @@ def main(checkpoint: str, trace_file: str, root: str) -> None:
     index = trace.val.index
     assert index is not None
     assert torch.equal(train.labels[index], trace.val.labels)
-    data.HoldOut(Part(index, train.fingerprints()[index])).save(here / "split.safetensors")
+    data.HoldOut(HeldOutPart(index, train.fingerprints()[index])).save(here / "split.safetensors")
     write_json(here / "run.json", describe(net.spec or {}, {"name": "cifar100", "root": None}))
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 import exitwise as ew
 from exitwise import data
 from exitwise.data import Augmentation, Batches, ImageSet, Shuffled
-from exitwise.data.images import vary
+from exitwise.data.images import augment_batch
 
 CROP_AND_FLIP = Augmentation(padding=2, flip=True)
 
@@ -69,7 +69,7 @@ def test_pictures_are_padded_cropped_and_flipped_one_by_one(
     draws = rng.random((11, 3), dtype=np.float32)
     draws[0] = np.nextafter(np.float32(1), np.float32(0))  # the largest draw there is
     draws[1] = 0
-    found = vary(torch.from_numpy(pixels), Augmentation(padding, flip), torch.from_numpy(draws)).numpy()
+    found = augment_batch(torch.from_numpy(pixels), Augmentation(padding, flip), torch.from_numpy(draws)).numpy()
     for picture, (down, right, turned), varied in zip(pixels, draws, found, strict=True):
         top, left = int(float(down) * (2 * padding + 1)), int(float(right) * (2 * padding + 1))
         framed = np.zeros((channels, height + 2 * padding, width + 2 * padding), np.uint8)

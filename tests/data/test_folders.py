@@ -18,10 +18,10 @@ from PIL import Image
 import exitwise as ew
 from exitwise import data
 from exitwise.data import Augmentation, folders
-from exitwise.data.folders import FileSet
+from exitwise.data.folders import ImageFileSet
 
 
-def pixels(found: FileSet) -> np.ndarray:
+def pixels(found: ImageFileSet) -> np.ndarray:
     """All pictures (n, height, width, 3)."""
     return found.pixels_of(torch.arange(len(found)), None, None).permute(0, 2, 3, 1).numpy()
 

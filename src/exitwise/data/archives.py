@@ -22,7 +22,7 @@ class Archive:
     url: str
     md5: str
 
-    def checked(self, folder: Path) -> Path:
+    def verify(self, folder: Path) -> Path:
         """The file in a folder, refused where its checksum is another: cut off, changed, or another version."""
         file = folder / self.name
         with file.open("rb") as stream:
@@ -37,7 +37,7 @@ class Archive:
         return file
 
 
-def missing(root: Path, archives: Sequence[Archive], what: str) -> InputError:
+def dataset_not_found(root: Path, archives: Sequence[Archive], what: str) -> InputError:
     """The error for a root without a data set: what to put there, and from where."""
     state = f"has no {what}" if root.is_dir() else "does not exist"
     wanted = ", ".join(archive.name for archive in archives)
@@ -52,7 +52,7 @@ def download(archives: Sequence[Archive], root: Path) -> None:
 
     for archive in archives:
         if (root / archive.name).is_file():
-            archive.checked(root)
+            archive.verify(root)
             continue
         try:
             with _quiet(pooch.get_logger()), _shown(archive.name) as bar:

@@ -54,7 +54,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         normalize = Normalize(self.dataset)
-        for pixels, labels, index in _loaded(_InOrder(self), self.workers):
+        for pixels, labels, index in _loaded(_SequentialBatches(self), self.workers):
             yield normalize(pixels), labels, index
 
 
@@ -79,30 +79,32 @@ class Shuffled:
     def __len__(self) -> int:
         return len(self.dataset) // self.batch_size
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator["Parts"]:
+    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator["MicroBatches"]:
         """From batch `start` on, each batch cut into `parts`, of which this process gets `mine`."""
         if self.batch_size % parts:
             raise InputError(f"a batch of {self.batch_size} cannot be cut into {parts} equal parts")
         normalize = Normalize(self.dataset)
         order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, number))
         share = self.batch_size // parts
-        items = _Drawn(self, number, order, range(start, len(self)), slice(mine.start * share, mine.stop * share))
+        items = _ShuffledBatches(
+            self, number, order, range(start, len(self)), slice(mine.start * share, mine.stop * share)
+        )
         for pixels, labels in _loaded(items, self.workers):
             pieces = (torch.split(whole, share) for whole in (normalize(pixels), labels))
             yield list(zip(*pieces, strict=True))
 
 
-Parts = list[tuple[Tensor, Tensor]]
+MicroBatches = list[tuple[Tensor, Tensor]]
 
 
-class _Items(Protocol):
+class _BatchSequence(Protocol):
     """A sequence of whole batches."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> Sequence[Tensor]: ...
 
 
-class _InOrder:
+class _SequentialBatches:
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
@@ -116,7 +118,7 @@ class _InOrder:
         return dataset.pixels_of(where, None, None), dataset.labels[where], dataset.index[where]
 
 
-class _Drawn:
+class _ShuffledBatches:
     def __init__(self, source: Shuffled, epoch: int, order: Tensor, numbers: range, share: slice) -> None:
         self._source, self._epoch, self._order, self._numbers, self._share = source, epoch, order, numbers, share
 
@@ -133,10 +135,10 @@ class _Drawn:
         return pixels, source.dataset.labels[where]
 
 
-class _Reporting(Dataset[Sequence[Tensor] | InputError]):
+class _ErrorsAsValues(Dataset[Sequence[Tensor] | InputError]):
     """Hands an error over as a value: raised in a worker, it would come back wrapped in a traceback."""
 
-    def __init__(self, items: _Items) -> None:
+    def __init__(self, items: _BatchSequence) -> None:
         self._items = items
 
     def __len__(self) -> int:
@@ -149,14 +151,14 @@ class _Reporting(Dataset[Sequence[Tensor] | InputError]):
             return error
 
 
-def _loaded(items: _Items, workers: int) -> Iterator[Sequence[Tensor]]:
+def _loaded(items: _BatchSequence, workers: int) -> Iterator[Sequence[Tensor]]:
     """All items in order, made by worker processes where there are any."""
     if not workers:
         for number in range(len(items)):
             yield items[number]
         return
     # A generator of its own, or it would draw from the global one, and dropout would depend on the workers.
-    for item in DataLoader(_Reporting(items), batch_size=None, num_workers=workers, generator=torch.Generator()):
+    for item in DataLoader(_ErrorsAsValues(items), batch_size=None, num_workers=workers, generator=torch.Generator()):
         if isinstance(item, InputError):
             raise item
         yield item

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from exitwise.core.errors import InputError
-from exitwise.data.archives import Archive, missing
+from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import ImageSet
 
 _PIXELS = 3 * 32 * 32
@@ -71,8 +71,8 @@ def load(layout: Layout, root: Path) -> tuple[ImageSet, ImageSet]:
         if (folder / layout.train[0]).is_file():
             return _sets(layout, str(folder), lambda name, folder=folder: _read(folder / name))  # type: ignore[misc]
     if not (root / layout.archive.name).is_file():
-        raise missing(root, [layout.archive], f"{layout.folder}/{layout.train[0]}")
-    with tarfile.open(layout.archive.checked(root)) as archive:
+        raise dataset_not_found(root, [layout.archive], f"{layout.folder}/{layout.train[0]}")
+    with tarfile.open(layout.archive.verify(root)) as archive:
         return _sets(layout, layout.archive.name, lambda name: _member(archive, f"{layout.folder}/{name}"))
 
 

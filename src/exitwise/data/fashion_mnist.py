@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exitwise.core.errors import InputError
-from exitwise.data.archives import Archive, missing
+from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import ImageSet
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
@@ -34,7 +34,7 @@ def load(root: Path | None) -> tuple[ImageSet, ImageSet]:
     """Train and test from ROOT, or from where Debian puts them."""
     place = root or DEBIAN
     if _file(place, "train-images-idx3-ubyte") is None:
-        raise missing(place, ARCHIVES, "train-images-idx3-ubyte")
+        raise dataset_not_found(place, ARCHIVES, "train-images-idx3-ubyte")
     return _set(place, "train"), _set(place, "t10k")
 
 

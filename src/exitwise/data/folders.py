@@ -14,8 +14,8 @@ from torch import Tensor
 
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
-from exitwise.data.archives import Archive, missing
-from exitwise.data.images import Augmentation, hashes
+from exitwise.data.archives import Archive, dataset_not_found
+from exitwise.data.images import Augmentation, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _ELONGATED = 16  # times as long as wide: beyond, the centre is cut out first
 
 
 @dataclass(frozen=True, eq=False)
-class FileSet:
+class ImageFileSet:
     """n picture files, decoded to RGB of size x size when asked for."""
 
     root: Path
@@ -65,9 +65,9 @@ class FileSet:
 
     def fingerprints(self) -> Tensor:
         """A hash of each file's name and folder."""
-        return hashes(file.encode(errors="surrogateescape") for file in self.files)  # names may be any bytes
+        return hash_rows(file.encode(errors="surrogateescape") for file in self.files)  # names may be any bytes
 
-    def readable(self) -> Self:
+    def drop_unreadable(self) -> Self:
         """Those that can be decoded, tried one by one; the others are logged by their paths."""
         with ThreadPoolExecutor() as pool:
             problems = list(pool.map(lambda file: _problem(self.root / file, self.size), self.files))
@@ -88,7 +88,7 @@ def require_pillow(extra: str = "train") -> None:
         raise InputError(f"image files need Pillow: pip install 'exitwise[{extra}]'") from None
 
 
-def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileSet:
+def scan_class_folders(root: Path, size: int, classes: tuple[str, ...] | None = None) -> ImageFileSet:
     """The picture files of ROOT's class folders; files of other kinds are skipped and counted."""
     require_pillow()
     if not root.is_dir():
@@ -110,10 +110,10 @@ def scan(root: Path, size: int, classes: tuple[str, ...] | None = None) -> FileS
         labels += [label] * len(pictures)
     if skipped:
         _log.warning("%s: skipped %d files that are not pictures", root, skipped)
-    return FileSet(root, tuple(files), torch.tensor(labels), torch.arange(len(files)), names, size)
+    return ImageFileSet(root, tuple(files), torch.tensor(labels), torch.arange(len(files)), names, size)
 
 
-def imagenet(root: Path, size: int) -> tuple[FileSet, FileSet]:
+def imagenet(root: Path, size: int) -> tuple[ImageFileSet, ImageFileSet]:
     """ROOT/train and ROOT/val with the same class folders."""
     for part in ("train", "val"):
         if not (root / part).is_dir():
@@ -121,28 +121,28 @@ def imagenet(root: Path, size: int) -> tuple[FileSet, FileSet]:
                 f"{root} must hold ImageNet's train/ and val/ with a folder per class, but has no {part}/; it can be "
                 f"had from image-net.org after registration, not downloaded from here"
             )
-    train = scan(root / "train", size)
-    return train, scan(root / "val", size, train.classes)
+    train = scan_class_folders(root / "train", size)
+    return train, scan_class_folders(root / "val", size, train.classes)
 
 
-def caltech256(root: Path, size: int) -> FileSet:
+def caltech256(root: Path, size: int) -> ImageFileSet:
     """ROOT or ROOT/256_ObjectCategories; folders such as 001.ak47 give the class names."""
     inside = root / "256_ObjectCategories"
     if not inside.is_dir() and not (root.is_dir() and any(path.is_dir() for path in root.iterdir())):
-        raise missing(root, [CALTECH256], f"256_ObjectCategories (extracted from {CALTECH256.name})")
-    found = scan(inside if inside.is_dir() else root, size)
+        raise dataset_not_found(root, [CALTECH256], f"256_ObjectCategories (extracted from {CALTECH256.name})")
+    found = scan_class_folders(inside if inside.is_dir() else root, size)
     return replace(found, classes=tuple(name.split(".", 1)[-1] for name in found.classes))
 
 
-def own(path: Path, size: int) -> tuple[FileSet, FileSet | None]:
+def load_user_folder(path: Path, size: int) -> tuple[ImageFileSet, ImageFileSet | None]:
     """Class folders, or train/ and test/ (or val/) of them."""
     test = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if (path / "train").is_dir() and test is not None:
         if test.name == "test" and (path / "val").is_dir():
             _log.warning("%s: val/ is not used, validation pictures are held out from train/", path)
-        train = scan(path / "train", size)
-        return train, scan(test, size, train.classes)
-    return scan(path, size), None
+        train = scan_class_folders(path / "train", size)
+        return train, scan_class_folders(test, size, train.classes)
+    return scan_class_folders(path, size), None
 
 
 def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list[float] | None) -> np.ndarray:
@@ -169,7 +169,7 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     return np.asarray(image)
 
 
-def picture(path: Path, preprocessing: Preprocessing) -> np.ndarray:
+def load_image(path: Path, preprocessing: Preprocessing) -> np.ndarray:
     """One picture (channels, size, size) uint8, as a net that was trained on such pictures wants to see it."""
     image = _opened(path)
     image = image.convert("L") if len(preprocessing.mean) == 1 else image

@@ -27,17 +27,17 @@ class Splits(Generic[P]):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeldOutPart:
     """Some pictures, by position and by a fingerprint that a copy in another order has too. Both (n,) int64."""
 
     index: Tensor
     fingerprints: Tensor
 
-    def lies_in(self, known: Tensor) -> bool:
+    def matches(self, known: Tensor) -> bool:
         """Whether pictures with the fingerprints `known` have them at the same positions."""
         return int(self.index.max()) < len(known) and torch.equal(known[self.index], self.fingerprints)
 
-    def take(self, places: dict[int, list[int]], samples: int, name: str) -> Tensor:
+    def locate(self, places: dict[int, list[int]], samples: int, name: str) -> Tensor:
         """Their positions by fingerprint, each taken out of `places`: a picture that is there twice has two."""
         found = [place.pop(0) if (place := places.get(value)) else None for value in self.fingerprints.tolist()]
         if missing := found.count(None):
@@ -52,8 +52,8 @@ class Part:
 class HoldOut:
     """The validation part of a data set's train pictures, and the test part where the data set has none."""
 
-    val: Part
-    test: Part | None = None
+    val: HeldOutPart
+    test: HeldOutPart | None = None
 
     @classmethod
     def random(cls, train: Pictures, val_size: int, seed: int, test_size: int = 0) -> "HoldOut":
@@ -66,7 +66,7 @@ class HoldOut:
         order = torch.randperm(len(train), generator=as_generator(seed))
         prints = train.fingerprints()
         test, val = (part.sort().values for part in torch.split(order[: test_size + val_size], [test_size, val_size]))
-        return cls(Part(val, prints[val]), Part(test, prints[test]) if test_size else None)
+        return cls(HeldOutPart(val, prints[val]), HeldOutPart(test, prints[test]) if test_size else None)
 
     def apply(self, train: P, test: P | None) -> Splits[P]:
         """The train pictures that stay, and the parts held out, each in its own order."""
@@ -83,13 +83,13 @@ class HoldOut:
 
     def _find(self, known: Tensor) -> tuple[Tensor, Tensor | None]:
         """Positions of both parts among pictures with the fingerprints `known`."""
-        if self.val.lies_in(known) and (self.test is None or self.test.lies_in(known)):
+        if self.val.matches(known) and (self.test is None or self.test.matches(known)):
             return self.val.index, None if self.test is None else self.test.index
         places: dict[int, list[int]] = {}
         for place, value in enumerate(known.tolist()):
             places.setdefault(value, []).append(place)
-        val = self.val.take(places, len(known), "validation")
-        return val, None if self.test is None else self.test.take(places, len(known), "test")
+        val = self.val.locate(places, len(known), "validation")
+        return val, None if self.test is None else self.test.locate(places, len(known), "test")
 
     def save(self, path: Path) -> None:
         tensors = {"val.index": self.val.index, "val.fingerprint": self.val.fingerprints}
@@ -111,7 +111,7 @@ class HoldOut:
         return cls(val, test)
 
 
-def _part(path: Path, tensors: dict[str, Tensor], name: str) -> Part | None:
+def _part(path: Path, tensors: dict[str, Tensor], name: str) -> HeldOutPart | None:
     index, prints = tensors.get(f"{name}.index"), tensors.get(f"{name}.fingerprint")
     if index is None and prints is None:
         return None
@@ -119,4 +119,4 @@ def _part(path: Path, tensors: dict[str, Tensor], name: str) -> Part | None:
         raise InputError(f"{path} must hold {name}.index and {name}.fingerprint, one of each per image")
     if index.dtype != torch.int64 or prints.dtype != torch.int64 or int(index.min()) < 0:
         raise InputError(f"{path} must hold whole numbers from 0 on in {name}.index, and int64 fingerprints")
-    return Part(index, prints)
+    return HeldOutPart(index, prints)

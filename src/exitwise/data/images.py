@@ -89,14 +89,14 @@ class ImageSet:
         pixels = self.pixels[positions]
         if augmentation is None or draws is None:
             return pixels
-        return vary(pixels, augmentation, draws)
+        return augment_batch(pixels, augmentation, draws)
 
     def fingerprints(self) -> Tensor:
         """A hash of each picture's pixels: a copy of the data set in another order has the same ones."""
-        return hashes(row.tobytes() for row in self.pixels.flatten(1).numpy())
+        return hash_rows(row.tobytes() for row in self.pixels.flatten(1).numpy())
 
 
-def vary(pixels: Tensor, augmentation: Augmentation, draws: Tensor) -> Tensor:
+def augment_batch(pixels: Tensor, augmentation: Augmentation, draws: Tensor) -> Tensor:
     """Crops and flips of a batch (m, channels, height, width), one row of draws per picture."""
     if augmentation.padding:
         p = augmentation.padding
@@ -110,7 +110,7 @@ def vary(pixels: Tensor, augmentation: Augmentation, draws: Tensor) -> Tensor:
     return pixels
 
 
-def hashes(rows: Iterable[bytes]) -> Tensor:
+def hash_rows(rows: Iterable[bytes]) -> Tensor:
     """(n,) int64, a hash of each row."""
     digests = (blake2b(row, digest_size=8).digest() for row in rows)
     return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])

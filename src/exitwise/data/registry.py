@@ -107,7 +107,7 @@ def data_set(name: str) -> DataSet:
     if name.startswith(_OWN):
         path = Path(name.removeprefix(_OWN))
         return DataSet(
-            read=lambda _, size: folders.own(path, size),
+            read=lambda _, size: folders.load_user_folder(path, size),
             model="imagenet-small",
             recipe="caltech256",
             val_size=0.1,
@@ -139,8 +139,8 @@ def load(
         _fetch(name, known, place)
         train, test = known.read(place, size)
     if skip_unreadable:
-        train = train.readable() if isinstance(train, folders.FileSet) else train
-        test = test.readable() if isinstance(test, folders.FileSet) else test
+        train = train.drop_unreadable() if isinstance(train, folders.ImageFileSet) else train
+        test = test.drop_unreadable() if isinstance(test, folders.ImageFileSet) else test
     return train, test
 
 
@@ -151,7 +151,7 @@ def _fetch(name: str, known: DataSet, root: Path | None) -> None:
         raise InputError(f"--download needs --root: where to put {name}")
     download(known.archives, root)
     if known.archives == (folders.CALTECH256,) and not (root / "256_ObjectCategories").is_dir():
-        _extract(folders.CALTECH256.checked(root), "256_ObjectCategories")
+        _extract(folders.CALTECH256.verify(root), "256_ObjectCategories")
 
 
 def _extract(file: Path, folder: str) -> None:

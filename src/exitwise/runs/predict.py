@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from exitwise.policies.controller import BudgetController
-from exitwise.data.folders import SUFFIXES, picture, require_pillow
+from exitwise.data.folders import SUFFIXES, load_image, require_pillow
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
@@ -64,7 +64,7 @@ def _inside(folder: str) -> list[str]:
 def readable(name: str, preprocessing: Preprocessing) -> Array | InputError:
     """The pixels of a file, or what is wrong with it."""
     try:
-        pixels = picture(Path(name), preprocessing)
+        pixels = load_image(Path(name), preprocessing)
     except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
         return error if isinstance(error, InputError) else InputError(f"{name!r} is no file name")
     if pixels.min() == pixels.max():

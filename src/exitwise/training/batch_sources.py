@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import derive_generator, derive_seed
-from exitwise.data.batches import Batches, Parts, Shuffled
+from exitwise.data.batches import Batches, MicroBatches, Shuffled
 from exitwise.data.images import Pictures
 from exitwise.training.recipes import Recipe
 
@@ -22,7 +22,7 @@ class Source(Protocol):
         """Batches in an epoch."""
         ...
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]: ...
+    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]: ...
 
 
 def source_of(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> Source:
@@ -68,7 +68,7 @@ class FromDataset:
     def __len__(self) -> int:
         return int(len(self.dataset) // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]:
+    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]:
         order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, number)).tolist()
         for batch in range(start, len(self)):
             torch.manual_seed(derive_seed(self.seed, number, batch))
@@ -87,7 +87,7 @@ class FromLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[Parts]:
+    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]:
         seed = derive_seed(self.seed, number)
         torch.manual_seed(seed)
         sampler = getattr(self.loader, "sampler", None)
@@ -100,7 +100,7 @@ class FromLoader:
             torch.set_rng_state(state)
 
 
-def _cut(images: Any, labels: Any, parts: int, mine: range) -> Parts:
+def _cut(images: Any, labels: Any, parts: int, mine: range) -> MicroBatches:
     if parts == 1:
         return [(images, labels)]
     if len(labels) % parts:

@@ -25,7 +25,7 @@ from exitwise.core.errors import AllRanksError, InputError, first_line
 from exitwise.core.files import remove_partial_files
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.core.tensorfiles import all_finite
-from exitwise.data.batches import Parts
+from exitwise.data.batches import MicroBatches
 from exitwise.models.net import MultiExitNet, keeping_modes
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.training.batch_sources import Source, in_order, source_of
@@ -324,7 +324,7 @@ class Trainer:
             save_checkpoint(self.net, self.folder / "net.safetensors")
         History(tuple(self.state.rows)).save(self.folder / "history.csv")
 
-    def _step(self, parts: Parts, asked: bool, due: bool) -> tuple[float, bool, bool]:
+    def _step(self, parts: MicroBatches, asked: bool, due: bool) -> tuple[float, bool, bool]:
         """One step of the optimiser; the loss over all processes, and whether any wants to stop or to save."""
         state = self.state
         torch.manual_seed(derive_seed(self.seed, state.epoch, state.batch, distributed.rank()))
