@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise.core.predictions import Predictions
-from exitwise.models.net import keeping_modes
+from exitwise.models.net import preserve_training_mode
 from exitwise.policies.scores import scores
 
 VANILLA = "MSDNet (vanilla)"
@@ -63,7 +63,7 @@ def fitted(net: ew.MultiExitNet, images: Callable[[int, int], tuple[Any, Tensor]
             elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
         train, labels = images(500, 1)
-        with keeping_modes(net):
+        with preserve_training_mode(net):
             features = net.eval().features(train)
         for head, x in zip(net.exits, features, strict=True):
             phi = x if head.last.bias is None else torch.cat([x, torch.ones(len(x), 1)], dim=1)
@@ -104,7 +104,7 @@ def some_images(n: int, seed: int = 3) -> Tensor:
 
 
 def simulated(net: ew.MultiExitNet, calibration: ew.Calibration, images: Any) -> Predictions:
-    with torch.no_grad(), keeping_modes(net):
+    with torch.no_grad(), preserve_training_mode(net):
         return calibration.predict([x.float() for x in net.eval().features(images)])
 
 

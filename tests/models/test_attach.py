@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy, interpolate, linear, scaled_dot_p
 
 import exitwise as ew
 from exitwise.core.nested import iter_tensors, map_tensors, num_samples
-from exitwise.models.attach.graph import Inputs
-from exitwise.models.attach.stages import Common
+from exitwise.models.attach.graph import ModuleInputs
+from exitwise.models.attach.stages import SharedTensor
 from exitwise.runtime.onnx import Session
 
 pytestmark = pytest.mark.numerical
@@ -356,7 +356,7 @@ def test_what_all_samples_share_is_carried_once_even_where_sizes_are_alike() -> 
     square = torch.randn(12, 12, 6)  # as many samples as steps
     with torch.no_grad():
         state = net.stages[0](square)
-        shared = [part for part in state.values() if isinstance(part, Common)]
+        shared = [part for part in state.values() if isinstance(part, SharedTensor)]
         assert [tuple(part.value.shape) for part in shared] == [(12, 12)]
         assert {tensor.shape for tensor in iter_tensors(state)} == {(12, 12, 32)}
         assert torch.equal(net(square)[-1], module(square))
@@ -450,7 +450,7 @@ EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     """Also with tokens, with several inputs in a row or by name, and with masks."""
     _, net, few = attached(name)
-    inputs = Inputs.of(few).batch(40).given
+    inputs = ModuleInputs.of(few).with_batch_size(40).as_given
     labels = torch.arange(40) % net.num_classes
     batches = [(some(inputs, part), labels[part]) for part in torch.arange(40).split(16)]
     trace = ew.collect(net, train=batches, val=batches, test=batches)
@@ -498,7 +498,7 @@ def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_token_that_does_not_exist_is_an_answer_and_harms_no_other(tmp_path: Path) -> None:
     _, net, few = attached("samples_second")
-    ids = Inputs.of(few).batch(40).given
+    ids = ModuleInputs.of(few).with_batch_size(40).as_given
     batches = [(ids, torch.arange(40) % net.num_classes)]
     clf = ew.Classifier(net, ew.calibrate(ew.collect(net, batches, batches)), ew.Policy((0.3, 0.3, -np.inf)))
     clf.export(tmp_path / "bundle", example=ids)

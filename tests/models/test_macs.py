@@ -39,7 +39,7 @@ def counts(dataset: str, size: str) -> tuple[list[int], list[int]]:
     preset = f"{DATA[dataset][0]}-{size}"
     with torch.device("meta"):
         net = models.msdnet(preset)
-    return ew.macs(net, models.config(preset).input_shape), macs.parameters(net)
+    return ew.macs(net, models.config(preset).input_shape), macs.cumulative_parameters(net)
 
 
 def published(table: str, **where: str) -> list[dict[str, str]]:
@@ -81,7 +81,7 @@ def test_cost_figure_exactly_as_published(dataset: str, size: str, kind: str) ->
     vanilla = [
         float(row["mflops_cumulative"]) * 1e6 for row in published("msdnet_architectures", dataset=start, size=size)
     ]
-    bars = overhead.figure_laplace_costs(vanilla, widths(dataset, size), DATA[dataset][1])
+    bars = overhead.paper_figure_costs(vanilla, widths(dataset, size), DATA[dataset][1])
     printed = published("laplace_cost", dataset=dataset, size=size, kind=kind)
     assert [row["exit"] for row in printed] == [str(k + 1) for k in range(len(vanilla))]
     assert [float(f"{bar:.15g}") for bar in bars[kind]] == [float(row["flops_cumulative"]) for row in printed]
@@ -112,7 +112,7 @@ def test_cost_table_pays_at_every_exit_on_the_way(preset: str, samples: int) -> 
     vanilla = ew.macs(net, shape)
     assert [row.exit for row in rows] == list(range(len(ps)))
     assert [row.vanilla for row in rows] == vanilla
-    assert [row.parameters for row in rows] == macs.parameters(net)
+    assert [row.parameters for row in rows] == macs.cumulative_parameters(net)
     for k, row in enumerate(rows):
         passed = ps[: k + 1]
         laplace = sum(2 * c * L + (p + 1) * (p + 2) for p in passed)
@@ -131,7 +131,7 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
             net = models.msdnet(preset)
         rows = overhead.cost_table(net, models.config(preset).input_shape)
         ps = [head.last.in_features for head in net.exits]
-        bars = overhead.figure_laplace_costs([row.vanilla for row in rows], ps, net.num_classes)
+        bars = overhead.paper_figure_costs([row.vanilla for row in rows], ps, net.num_classes)
         assert ([row.laplace for row in rows] == bars["efficient"]) is same
 
 
@@ -287,7 +287,7 @@ def test_an_exit_pays_for_all_earlier_heads() -> None:
     ]
     net = ew.MultiExitNet(stages, heads)
     assert ew.macs(net, (4,)) == [30 + 44, 30 + 44 + 48 + 40]
-    assert macs.parameters(net) == [30 + 21 + 20, 30 + 21 + 20 + 48 + 40]
+    assert macs.cumulative_parameters(net) == [30 + 21 + 20, 30 + 21 + 20 + 48 + 40]
 
 
 class Doubled(nn.Module):

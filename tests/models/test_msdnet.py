@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise import models
-from exitwise.models.msdnet import Layer, Transition
+from exitwise.models.msdnet import MultiScaleLayer, Transition
 
 pytestmark = pytest.mark.numerical
 
@@ -47,7 +47,7 @@ def shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
 def test_blocks_heads_and_classes_are_the_papers(preset: str) -> None:
     net = on_meta(preset)
     blocks, transitions, widths = SHAPES[preset]
-    assert [sum(isinstance(m, Layer) for m in stage.modules()) for stage in net.stages] == blocks
+    assert [sum(isinstance(m, MultiScaleLayer) for m in stage.modules()) for stage in net.stages] == blocks
     assert sum(isinstance(m, Transition) for m in net.modules()) == len(transitions)
     assert [head.last.in_features for head in net.exits] == widths
     assert net.num_classes == CLASSES[preset.split("-")[0]]
@@ -64,7 +64,7 @@ def test_scales_drop_and_widths_halve_where_the_specification_says(preset: str) 
     sizes = {3: [32, 16, 8], 4: [56, 28, 14, 7]}[len(factors)]
     seen: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
     for module in net.modules():
-        if isinstance(module, Layer | Transition):
+        if isinstance(module, MultiScaleLayer | Transition):
             module.register_forward_hook(lambda module, args, output: seen.append((module, args[0], output)))
     net(torch.empty(1, *models.config(preset).input_shape, device="meta"))
 
@@ -72,10 +72,10 @@ def test_scales_drop_and_widths_halve_where_the_specification_says(preset: str) 
     for module, before, after in seen:
         live = len(after)
         widths = [[x.shape[1] for x in maps] for maps in (before[-live:], after)]
-        depth += isinstance(module, Layer)
+        depth += isinstance(module, MultiScaleLayer)
         assert live == len(factors) - sum(t <= depth for t in transitions)
         assert [x.shape[-1] for x in after] == sizes[-live:]
-        if isinstance(module, Layer):
+        if isinstance(module, MultiScaleLayer):
             assert widths[1] == [w + growth * f for w, f in zip(widths[0], factors[-live:], strict=True)]
         else:
             assert depth in transitions
@@ -93,7 +93,7 @@ def test_only_the_imagenet_stem_has_a_bias(preset: str, kernel: int, biased: boo
 
 def test_layers_put_new_channels_behind_the_old() -> None:
     net = models.msdnet("tiny-16").eval()
-    layers = [m for m in net.modules() if isinstance(m, Layer)]
+    layers = [m for m in net.modules() if isinstance(m, MultiScaleLayer)]
     state = [torch.randn(2, width, size, size) for width, size in ((8, 16), (16, 8), (32, 4))]
     with torch.no_grad():
         after = layers[0](state)

@@ -14,9 +14,9 @@ from exitwise.core import distributed
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.nested import first_sample
-from exitwise.models.input_batches import Batch, Progress, checked_batches
+from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
-from exitwise.models.net import MultiExitNet, keeping_modes
+from exitwise.models.net import MultiExitNet, preserve_training_mode
 
 _ACCUMULATORS: Mapping[str, Callable[[int, int, bool], Accumulator]] = {
     "sum": CurvatureSum,
@@ -82,7 +82,7 @@ def collect(
 
 @contextmanager
 def _inference(net: MultiExitNet) -> Any:
-    with keeping_modes(net), torch.no_grad():
+    with preserve_training_mode(net), torch.no_grad():
         net.eval()
         yield
 
@@ -105,7 +105,7 @@ def _features(
     labels: list[Tensor] = []
     index: list[Tensor | None] = []
     seen = 0
-    for images, batch_labels, batch_index in checked_batches(net, loader, name, progress):
+    for images, batch_labels, batch_index in validated_batches(net, loader, name, progress):
         first(images)
         for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
             rows.append(x.float().cpu())
@@ -129,7 +129,7 @@ def _curvature(
     """Curvature of every exit."""
     sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
     seen = 0
-    for images, labels, _ in checked_batches(net, loader, "train", progress):
+    for images, labels, _ in validated_batches(net, loader, "train", progress):
         for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
             sum_.update(x, head.last(x))
         seen += len(labels)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exitwise.calibration.methods import SAMPLES
-from exitwise.models.macs import macs, parameters
+from exitwise.models.macs import cumulative_parameters, macs
 from exitwise.models.net import MultiExitNet
 
 
@@ -47,7 +47,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = S
     """Cost of every exit: each method pays its overhead at every exit on the way."""
     c = net.num_classes
     rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
-    counts = zip(macs(net, input_shape), parameters(net), net.exits, strict=True)
+    counts = zip(macs(net, input_shape), cumulative_parameters(net), net.exits, strict=True)
     for k, (vanilla, params, head) in enumerate(counts):
         p = head.last.in_features
         laplace += laplace_macs(p, c, samples)
@@ -69,7 +69,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = S
     return rows
 
 
-def figure_laplace_costs(
+def paper_figure_costs(
     vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = SAMPLES
 ) -> dict[str, list[float]]:
     """The bars of the paper's cost figure, as the figure computes them.

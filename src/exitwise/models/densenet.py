@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.models.net import Head, MultiExitNet
-from exitwise.models.presets import built
+from exitwise.models.presets import build_preset
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def densenet(preset: str, num_classes: int | None = None, in_channels: int | Non
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     `macs` counts the paper's FLOPs, which leave out the ReLU and the pooling before the last layer: see `Neck`.
     """
-    return built(preset, PRESETS, build, num_classes, in_channels)
+    return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
 
 class DenseLayer(nn.Sequential):

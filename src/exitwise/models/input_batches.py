@@ -18,7 +18,7 @@ Batch = Sequence[Tensor]
 Progress = Callable[[str, int, int | None], None]
 
 
-def checked_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+def validated_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
     """(inputs, labels, index or None) of every batch, inputs on the net's device."""
     device = next(net.parameters()).device
     total = _total(loader)

@@ -59,7 +59,7 @@ def macs(
     return cumulative
 
 
-def parameters(net: MultiExitNet) -> list[int]:
+def cumulative_parameters(net: MultiExitNet) -> list[int]:
     """Number of parameters up to each exit, earlier heads included."""
     totals, total = [], 0
     for stage, head in zip(net.stages, net.heads, strict=True):

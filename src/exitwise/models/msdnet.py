@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.models.net import Head, MultiExitNet
-from exitwise.models.presets import built
+from exitwise.models.presets import build_preset
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def build(config: MSDNetConfig) -> MultiExitNet:
             layer += 1
             dropped = config.live_scales(max(layer - 1, 1)) - config.live_scales(layer)
             first = config.scales - config.live_scales(layer)  # index of the finest scale that stays
-            modules.append(Layer(widths, config, first, dropped))
+            modules.append(MultiScaleLayer(widths, config, first, dropped))
             widths = widths[dropped:]
             for scale, factor in enumerate(config.factors[first:]):
                 widths[scale] += config.growth * factor
@@ -133,7 +133,7 @@ def msdnet(preset: str, num_classes: int | None = None, in_channels: int | None 
 
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     """
-    return built(preset, PRESETS, build, num_classes, in_channels)
+    return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
 
 def _conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
@@ -192,7 +192,7 @@ class Stem(nn.Module):
         return state
 
 
-class Growth(nn.Module):
+class ScaleGrowth(nn.Module):
     """New channels for one scale, put behind the old: half of them from the next finer map, where there is one."""
 
     def __init__(self, finer: int | None, width: int, new: int, factors: tuple[int, int]) -> None:
@@ -205,7 +205,7 @@ class Growth(nn.Module):
         return torch.cat([here, *new, self.same(here)], dim=1)
 
 
-class Layer(nn.Module):
+class MultiScaleLayer(nn.Module):
     """Growth at every scale from `first` on; the finest incoming map may be read once more and dropped."""
 
     def __init__(self, widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> None:
@@ -216,7 +216,7 @@ class Layer(nn.Module):
             scale = first - dropped + here
             finer = widths[here - 1] if here else None
             factors = (config.factors[max(scale - 1, 0)], config.factors[scale])
-            self.scales.append(Growth(finer, widths[here], config.growth * config.factors[scale], factors))
+            self.scales.append(ScaleGrowth(finer, widths[here], config.growth * config.factors[scale], factors))
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
         # By position, not by walking through the state: so a tracer can follow.

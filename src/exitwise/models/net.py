@@ -10,7 +10,7 @@ from exitwise.core.errors import InputError
 
 
 @contextmanager
-def keeping_modes(net: nn.Module) -> Iterator[None]:
+def preserve_training_mode(net: nn.Module) -> Iterator[None]:
     """Put every module back into the mode, training or evaluation, that it was in."""
     modes = {module: module.training for module in net.modules()}
     try:

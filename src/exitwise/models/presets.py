@@ -25,7 +25,7 @@ class Config(Protocol):
 C = TypeVar("C", bound=Config)
 
 
-def look_up(preset: str, presets: Mapping[str, C]) -> C:
+def get_config(preset: str, presets: Mapping[str, C]) -> C:
     """The configuration of that name, or an error with the nearest one."""
     if not isinstance(preset, str) or preset not in presets:
         near = get_close_matches(str(preset), presets, n=1, cutoff=0.4)
@@ -35,7 +35,7 @@ def look_up(preset: str, presets: Mapping[str, C]) -> C:
     return presets[preset]
 
 
-def built(
+def build_preset(
     preset: str,
     presets: Mapping[str, C],
     build: Callable[[C], MultiExitNet],
@@ -43,7 +43,7 @@ def built(
     in_channels: int | None,
 ) -> MultiExitNet:
     """The net of a preset, with what is given instead of the preset's own, and the spec that says so."""
-    config = look_up(preset, presets)
+    config = get_config(preset, presets)
     changes = _overrides(config, num_classes=num_classes, in_channels=in_channels)
     config = replace(config, **changes)  # type: ignore[type-var]  # every configuration is a dataclass
     net = build(config)

@@ -12,7 +12,7 @@ from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
 from exitwise.models.net import MultiExitNet
-from exitwise.models.presets import Config, look_up
+from exitwise.models.presets import Config, get_config
 from exitwise.models.resnet import PRESETS as RESNETS
 from exitwise.models.resnet import resnet
 
@@ -55,12 +55,12 @@ def list() -> builtins.list[str]:
 
 def config(preset: str) -> Config:
     """The configuration of a preset: `exits`, `num_classes`, `in_channels`, `input_shape` and its own fields."""
-    return look_up(preset, PRESETS)
+    return get_config(preset, PRESETS)
 
 
 def family(preset: str) -> Family:
     """The family that a preset belongs to."""
-    look_up(preset, PRESETS)
+    get_config(preset, PRESETS)
     return next(family for family in FAMILIES if preset in family.presets)
 
 

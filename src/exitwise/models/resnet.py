@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from exitwise.models.net import Head, MultiExitNet
-from exitwise.models.presets import built
+from exitwise.models.presets import build_preset
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def build(config: ResNetConfig) -> MultiExitNet:
         blocks = []
         for number in range(depth):
             stride = 2 if group and number == 0 else 1
-            blocks.append(Block(width, inner, outputs, stride))
+            blocks.append(ResidualBlock(width, inner, outputs, stride))
             width = outputs
         trunk[f"layer{group + 1}"] = nn.Sequential(*blocks)
     neck = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -89,14 +89,14 @@ def resnet(preset: str, num_classes: int | None = None, in_channels: int | None 
 
     `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     """
-    return built(preset, PRESETS, build, num_classes, in_channels)
+    return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions, added to their input: two 3x3, or where `outputs` is wider than `inner` a bottleneck of three.
 
     The input goes through a 1x1 convolution where it has another shape than what it is added to.

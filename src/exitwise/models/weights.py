@@ -52,7 +52,7 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     ours = net.state_dict()
     for key in [key for key in ours if key.endswith("num_batches_tracked")]:  # absent from old files, never used here
         theirs.setdefault(key, ours[key])
-    check_fit(net, theirs, path)
+    check_state_dict(net, theirs, path)
     net.load_state_dict(theirs)
     return net
 
@@ -66,7 +66,7 @@ def load_net(path: str | Path) -> MultiExitNet:
         raise InputError(f"{path} does not say which preset it belongs to; build the net and use load_checkpoint")
     with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
         plan = models.rebuild(spec)
-    check_fit(plan, tensors, path)
+    check_state_dict(plan, tensors, path)
     return load_checkpoint(models.rebuild(spec), path).eval()
 
 
@@ -105,7 +105,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     return dict(state)
 
 
-def check_fit(net: MultiExitNet, theirs: Mapping[str, Tensor], path: Path | str) -> None:
+def check_state_dict(net: MultiExitNet, theirs: Mapping[str, Tensor], path: Path | str) -> None:
     """Refuse tensors that are not the net's state; `path` is where they come from, in words."""
     ours = net.state_dict()
     problems = []

@@ -17,7 +17,7 @@ from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
-from exitwise.models.weights import check_fit
+from exitwise.models.weights import check_state_dict
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
 from exitwise.runtime import engine, folding
@@ -171,10 +171,10 @@ class Classifier(nn.Module):
         if own is None:
             with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
                 plan = models.rebuild(spec)
-            check_fit(folding.for_cpu(plan) if optimized else plan, weights, "its net")
+            check_state_dict(folding.for_cpu(plan) if optimized else plan, weights, "its net")
         net = models.rebuild(spec).eval() if own is None else own
         net = folding.for_cpu(net) if optimized else net
-        check_fit(net, weights, "its net")
+        check_state_dict(net, weights, "its net")
         net.load_state_dict(weights)
         preprocessing = about["preprocessing"]
         made = cls(

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.nested import iter_tensors, map_tensors, replace_tensors
 from exitwise.core.seeds import derive_generator
-from exitwise.models.input_batches import Progress, checked_batches
+from exitwise.models.input_batches import Progress, validated_batches
 from exitwise.models.net import MultiExitNet
 from exitwise.training.batch_sources import Source, in_order, source_of
 from exitwise.training.recipes import HeadRecipe
@@ -75,7 +75,7 @@ class Backbone:
 
     def over(self, loader: Iterable[Any], name: str, last: bool, progress: Progress | None = None) -> Iterator[Seen]:
         """Checked batches, with what the last exit says of them if it is fixed and `last`."""
-        for inputs, labels, _ in checked_batches(self._net, loader, name, progress):
+        for inputs, labels, _ in validated_batches(self._net, loader, name, progress):
             yield *self._seen(inputs, last), labels
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from exitwise.core import distributed
 from exitwise.core.errors import InputError
 from exitwise.core.nested import map_tensors
 from exitwise.core.seeds import as_generator, derive_seed
-from exitwise.models.net import MultiExitNet, keeping_modes
+from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.training.frozen_features import Cache, Cached, Running, features
 from exitwise.training.history import Epoch, History
 from exitwise.training.loop import Watcher
@@ -60,7 +60,7 @@ def train_heads(
     device = next(net.parameters()).device
     watcher = watcher or Watcher()
     cuda = [device.index] if device.type == "cuda" else []
-    with keeping_modes(net), torch.random.fork_rng(devices=cuda):
+    with preserve_training_mode(net), torch.random.fork_rng(devices=cuda):
         net.eval()
         torch.manual_seed(derive_seed(seed))
         data = features(net, learners, train, val, recipe, seed, cache, workers, watcher.features)

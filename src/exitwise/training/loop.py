@@ -26,7 +26,7 @@ from exitwise.core.files import remove_partial_files
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.core.tensorfiles import all_finite
 from exitwise.data.batches import MicroBatches
-from exitwise.models.net import MultiExitNet, keeping_modes
+from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.training.batch_sources import Source, in_order, source_of
 from exitwise.training.checkpoints import Snapshots
@@ -127,7 +127,7 @@ def train(
     trainer.watcher = watcher or Watcher()
     if resume:
         trainer.resume()
-    with keeping_modes(net):
+    with preserve_training_mode(net):
         history = trainer.run()
     load_checkpoint(net, folder / "net.safetensors")
     return history

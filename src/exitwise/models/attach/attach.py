@@ -10,15 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from exitwise.core import nested
 from exitwise.core.errors import InputError, first_line
-from exitwise.models.attach.cut import Read, cut, last_layer
-from exitwise.models.attach.graph import SIZES, Inputs, Traced, called, same, tensors_in, trace
-from exitwise.models.attach.stages import run_thinned, run_whole
+from exitwise.models.attach.cut import HeadInput, cut_module, find_last_layer
+from exitwise.models.attach.graph import (
+    PROBE_BATCH_SIZES,
+    ModuleInputs,
+    TracedModule,
+    bitwise_equal,
+    call_with_inputs,
+    iter_tensors,
+    trace_module,
+)
+from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
-WIDTH = 128  # of a small MLP, at least
-SIDES = (1, 2, 3, 4)  # of a pooled map
-LEFT = 3  # samples in the end, when one leaves before each stage
+MIN_HIDDEN_WIDTH = 128  # of a small MLP, at least
+POOL_SIZES = (1, 2, 3, 4)  # of a pooled map
+REMAINING_SAMPLES = 3  # samples in the end, when one leaves before each stage
 
 
 def attach(
@@ -49,13 +57,13 @@ def attach(
         raise InputError("`module` is in training mode: call module.eval() first, or dropout and statistics would vary")
     names = _names(at, exits)
     with torch.inference_mode(False), torch.no_grad():
-        inputs = Inputs.of(_guessed(module) if example_inputs is None else example_inputs)
+        inputs = ModuleInputs.of(_guessed(module) if example_inputs is None else example_inputs)
         _check_inputs(inputs)
         if names is None:
             traced, names = _chosen(module, inputs, exits or 0, num_classes)
         else:
-            traced = trace(module, inputs, names)
-        pieces = cut(module, traced, names, inputs, num_classes)
+            traced = trace_module(module, inputs, names)
+        pieces = cut_module(module, traced, names, inputs, num_classes)
         heads = _heads(head, names, pieces.reads, pieces.last.out_features)
         net = MultiExitNet(pieces.stages, [*heads, Head(nn.Identity(), pieces.last)], _spec(module, names, head)).eval()
         _check_same(net, module, inputs, traced.exported)
@@ -95,7 +103,7 @@ def _names(at: Any, exits: int | None) -> list[str] | None:
     return list(at)
 
 
-def _check_inputs(inputs: Inputs) -> None:
+def _check_inputs(inputs: ModuleInputs) -> None:
     values = [*inputs.args, *inputs.kwargs.values()]
     tensors = inputs.tensors
     constants = [value for value in values if not isinstance(value, Tensor)]
@@ -111,7 +119,7 @@ def _guessed(module: nn.Module) -> Tensor:
     """An input that the module takes, by the looks of its first layer."""
     for candidate in _candidates(module):
         try:
-            called(module, Inputs.of(candidate))
+            call_with_inputs(module, ModuleInputs.of(candidate))
         except InputError:
             continue
         return candidate
@@ -137,7 +145,7 @@ def _candidates(module: nn.Module) -> list[Tensor]:
     return [torch.rand(1, *shape, device=device, dtype=dtype) for shape in shapes]
 
 
-def _heads(head: Any, at: Sequence[str], reads: Sequence[Read], classes: int) -> list[Head]:
+def _heads(head: Any, at: Sequence[str], reads: Sequence[HeadInput], classes: int) -> list[Head]:
     """A head for each cut; those given are in the order of `at`."""
     if isinstance(head, Sequence) and not isinstance(head, str):
         if len(head) != len(reads):
@@ -162,7 +170,7 @@ def _heads(head: Any, at: Sequence[str], reads: Sequence[Read], classes: int) ->
     return [each if pick is None else Head(nn.Sequential(pick, each.neck), each.last) for each, pick in picks]
 
 
-def _check_reads(head: Head, read: Read) -> None:
+def _check_reads(head: Head, read: HeadInput) -> None:
     try:
         features = head.features(read.features)
         logits = head.last(features)
@@ -173,15 +181,15 @@ def _check_reads(head: Head, read: Read) -> None:
             return
         reason = f"it makes features {tuple(features.shape)} of them, not one row for each sample"
     raise InputError(
-        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} for {SIZES[0]} samples: {reason}"
+        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} for {PROBE_BATCH_SIZES[0]} samples: {reason}"
     )
 
 
-def _head(read: Read, classes: int, kind: str) -> Head:
+def _head(read: HeadInput, classes: int, kind: str) -> Head:
     features = read.features
     if not features.is_floating_point() or not 2 <= features.dim() <= 5:
         raise InputError(
-            f"no head is known for what {read.name!r} gives, {nested.describe(features)} for {SIZES[0]} samples: "
+            f"no head is known for what {read.name!r} gives, {nested.describe(features)} for {PROBE_BATCH_SIZES[0]} samples: "
             f"give your own as `head`"
         )
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
@@ -195,7 +203,7 @@ def _head(read: Read, classes: int, kind: str) -> Head:
         width *= side ** (features.dim() - 2)
     options: dict[str, Any] = {"device": features.device, "dtype": features.dtype}
     if kind == "mlp":
-        hidden = max(width, WIDTH)
+        hidden = max(width, MIN_HIDDEN_WIDTH)
         layers += [nn.Linear(width, hidden, **options), nn.ReLU()]
         width = hidden
     return Head(nn.Sequential(*layers), nn.Linear(width, classes, **options))
@@ -203,24 +211,24 @@ def _head(read: Read, classes: int, kind: str) -> Head:
 
 def _side(channels: int, places: Sequence[int]) -> int:
     """To how many places along each dimension a map is pooled: more than one where there are few channels."""
-    sides = [side for side in SIDES if all(length % side == 0 for length in places)]
-    return next((side for side in sides if channels * side ** len(places) >= WIDTH), sides[-1])
+    sides = [side for side in POOL_SIZES if all(length % side == 0 for length in places)]
+    return next((side for side in sides if channels * side ** len(places) >= MIN_HIDDEN_WIDTH), sides[-1])
 
 
 # -- what the stages must do
 
 
-def _check_same(net: MultiExitNet, module: nn.Module, inputs: Inputs, exported: bool) -> None:
+def _check_same(net: MultiExitNet, module: nn.Module, inputs: ModuleInputs, exported: bool) -> None:
     """The last exit gives what the module gives, and what it gives of some samples when others are gone."""
-    many = inputs.batch(len(net.stages) + LEFT)
+    many = inputs.with_batch_size(len(net.stages) + REMAINING_SAMPLES)
     if any(tensor.is_meta for tensor in many.tensors):
         return
-    rows = run_whole(net.stages, many)
+    rows = run_full_batch(net.stages, many)
     if not _given_by(module, many, net.exits[-1], rows, exported):
         raise InputError(
             "the stages do not give what the module gives: its forward does what was not seen, such as drawing numbers"
         )
-    fewer, left = run_thinned(net.stages, many)
+    fewer, left = run_shrinking_batch(net.stages, many)
     if not _near(fewer, rows[left]):
         raise InputError(
             "the module mixes the samples of a batch, or changes in place what lies across a cut: "
@@ -233,22 +241,24 @@ def _near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=near, atol=near * float(finite.max()) if len(finite) else 0, equal_nan=True)
 
 
-def _given_by(module: nn.Module, inputs: Inputs, head: Head, features: Tensor, exported: bool) -> bool:
+def _given_by(module: nn.Module, inputs: ModuleInputs, head: Head, features: Tensor, exported: bool) -> bool:
     """Whether these are the module's own features, and it gives the logits of them.
 
     PyTorch's attention has a fast path, which differs in the last bits, and which no export has.
     """
     seen: list[Tensor] = []
-    hook = head.last.register_forward_pre_hook(lambda _, *given: seen.extend(tensors_in(given)), with_kwargs=True)
+    hook = head.last.register_forward_pre_hook(lambda _, *given: seen.extend(iter_tensors(given)), with_kwargs=True)
     try:
-        made = list(tensors_in(called(module, inputs)))
+        made = list(iter_tensors(call_with_inputs(module, inputs)))
         if exported and any(_near(each, features) for each in seen if each.shape == features.shape):
             with _slow_attention():
-                made += tensors_in(called(module, inputs))
+                made += iter_tensors(call_with_inputs(module, inputs))
     finally:
         hook.remove()
     logits = head(features)
-    return any(same(each, logits) for each in made) and (not seen or any(same(each, features) for each in seen))
+    return any(bitwise_equal(each, logits) for each in made) and (
+        not seen or any(bitwise_equal(each, features) for each in seen)
+    )
 
 
 @contextmanager
@@ -264,15 +274,15 @@ def _slow_attention() -> Iterator[None]:
 # -- cuts of about equal cost
 
 
-def _chosen(module: nn.Module, inputs: Inputs, exits: int, classes: int | None) -> tuple[Traced, list[str]]:
+def _chosen(module: nn.Module, inputs: ModuleInputs, exits: int, classes: int | None) -> tuple[TracedModule, list[str]]:
     """Cuts after about equal shares of the cost, where little has to be carried."""
     layers = [name for name, part in module.named_modules() if isinstance(part, nn.TransformerEncoderLayer)]
     try:
-        traced = trace(module, inputs, layers)
+        traced = trace_module(module, inputs, layers)
     except InputError:  # an encoder that cannot be cut inside
-        traced = trace(module, inputs, ())
+        traced = trace_module(module, inputs, ())
     nodes = list(traced.module.graph.nodes)
-    end, _ = last_layer(module, traced, classes)
+    end, _ = find_last_layer(module, traced, classes)
     costs: dict[torch.fx.Node, int] = {}
     fit: set[torch.fx.Node] = set()
 
@@ -286,7 +296,7 @@ def _chosen(module: nn.Module, inputs: Inputs, exits: int, classes: int | None) 
             return made
 
     with _slow_attention():  # whose products can be counted
-        Counter(traced.module).run(*traced.inputs(inputs.batch(SIZES[0])))
+        Counter(traced.module).run(*traced.inputs(inputs.with_batch_size(PROBE_BATCH_SIZES[0])))
     position = {node: i for i, node in enumerate(nodes)}
     last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
 

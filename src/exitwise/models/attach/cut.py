@@ -17,8 +17,17 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as trees
 
 from exitwise.core.errors import InputError, first_line
-from exitwise.models.attach.graph import BY_HAND, SIZES, Inputs, Traced
-from exitwise.models.attach.stages import FirstStage, LaterStage, Pick, Piece, Sampled, Shared, State, kinds_of
+from exitwise.models.attach.graph import BUILD_STAGES_HINT, PROBE_BATCH_SIZES, ModuleInputs, TracedModule
+from exitwise.models.attach.stages import (
+    FirstStage,
+    LaterStage,
+    PerSample,
+    SelectValue,
+    Shared,
+    StateLayout,
+    Subgraph,
+    infer_kinds,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,50 +39,56 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class HeadInput:
     """What a head gets at a cut."""
 
     name: str  # of the submodule
-    pick: Pick | None  # out of the stage's state, where that has more
+    pick: SelectValue | None  # out of the stage's state, where that has more
     features: Tensor  # of two samples
     channels: int  # the dimension that they are in, as far as one can see
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class CutModule:
     """A module in stages, what heads read at each cut, and the module's own last layer."""
 
     stages: tuple[nn.Module, ...]
-    reads: tuple[Read, ...]
+    reads: tuple[HeadInput, ...]
     last: nn.Linear
 
 
-def cut(module: nn.Module, traced: Traced, at: Sequence[str], inputs: Inputs, classes: int | None) -> Pieces:
+def cut_module(
+    module: nn.Module, traced: TracedModule, at: Sequence[str], inputs: ModuleInputs, classes: int | None
+) -> CutModule:
     """Stages that end behind the submodules `at`, and one more up to the features of the module's own last layer."""
     graph = traced.module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     cuts = _ordered([_cut_of(module, traced, name) for name in at], position)
-    features, last = last_layer(module, traced, classes)
+    features, last = find_last_layer(module, traced, classes)
     if position[cuts[-1].node] >= position[features]:
         raise InputError(f"`at` names {cuts[-1].name!r}, behind which there is only the last layer: nothing to cut off")
     bounds = [*(position[each.node] for each in cuts), position[features]]
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output") and position[node] <= bounds[-1]]
     stage_of = {node: next(j for j, bound in enumerate(bounds) if position[node] <= bound) for node in body}
     _check_shared(traced, stage_of, last, cuts)
-    crossing = [_crossing(graph, stage_of, j, each.node) for j, each in enumerate(cuts)]
-    two, three = (_values(traced, inputs.batch(size), {features, *chain(*crossing)}) for size in SIZES)
+    crossing = [_live_nodes(graph, stage_of, j, each.node) for j, each in enumerate(cuts)]
+    two, three = (
+        _values(traced, inputs.with_batch_size(size), {features, *chain(*crossing)}) for size in PROBE_BATCH_SIZES
+    )
     _check_rows(two[features], three[features], last)
-    states = [State({node.name: kinds_of(node.name, two[node], three[node]) for node in nodes}) for nodes in crossing]
+    states = [
+        StateLayout({node.name: infer_kinds(node.name, two[node], three[node]) for node in nodes}) for nodes in crossing
+    ]
     stages: list[nn.Module] = []
-    for j, outputs in enumerate([*states, State({features.name: Sampled(0)})]):
+    for j, outputs in enumerate([*states, StateLayout({features.name: PerSample(0)})]):
         nodes = [node for node in body if stage_of[node] == j]
         piece = _piece(module, traced, nodes, states[j - 1] if j else None, outputs)
         stages.append(LaterStage(piece, states[j - 1], outputs) if j else FirstStage(piece, traced.names, outputs))
     reads = [_read(traced, each, state, two[each.node]) for each, state in zip(cuts, states, strict=True)]
-    return Pieces(tuple(stages), tuple(reads), last)
+    return CutModule(tuple(stages), tuple(reads), last)
 
 
-def _cut_of(module: nn.Module, traced: Traced, name: str) -> Cut:
+def _cut_of(module: nn.Module, traced: TracedModule, name: str) -> Cut:
     known = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
     if name not in known:
         near = get_close_matches(name, known, n=3, cutoff=0.4)
@@ -102,7 +117,7 @@ def _ordered(cuts: Sequence[Cut], position: Mapping[fx.Node, int]) -> list[Cut]:
     return ordered
 
 
-def last_layer(module: nn.Module, traced: Traced, classes: int | None) -> tuple[fx.Node, nn.Linear]:
+def find_last_layer(module: nn.Module, traced: TracedModule, classes: int | None) -> tuple[fx.Node, nn.Linear]:
     """The linear layer whose output the module gives, and the node of the features that it gets."""
     output = next(node for node in traced.module.graph.nodes if node.op == "output")
     given = [node for node in trees.tree_flatten(output.args[0])[0] if isinstance(node, fx.Node)]
@@ -167,26 +182,28 @@ class _Recorder(fx.Interpreter):
         return made
 
 
-def _values(traced: Traced, inputs: Inputs, wanted: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
+def _values(traced: TracedModule, inputs: ModuleInputs, wanted: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
     recorder = _Recorder(traced.module, wanted)
     try:
         recorder.run(*traced.inputs(inputs))
     except Exception as error:
         size = len(inputs.tensors[0])
-        raise InputError(f"what was traced cannot run on a batch of {size}: {first_line(error)}; {BY_HAND}") from None
+        raise InputError(
+            f"what was traced cannot run on a batch of {size}: {first_line(error)}; {BUILD_STAGES_HINT}"
+        ) from None
     return recorder.values
 
 
 def _check_rows(two: Tensor, three: Tensor, last: nn.Linear) -> None:
     """The last layer gets one row of features for each sample."""
-    if [tuple(rows.shape) for rows in (two, three)] != [(size, last.in_features) for size in SIZES]:
+    if [tuple(rows.shape) for rows in (two, three)] != [(size, last.in_features) for size in PROBE_BATCH_SIZES]:
         raise InputError(
             f"the last layer (nn.Linear of {last.in_features} features) must get one row of features per sample, "
-            f"but gets {tuple(two.shape)} for {SIZES[0]} samples: samples must come first, and tokens be pooled"
+            f"but gets {tuple(two.shape)} for {PROBE_BATCH_SIZES[0]} samples: samples must come first, and tokens be pooled"
         )
 
 
-def _check_shared(traced: Traced, stage_of: Mapping[fx.Node, int], last: nn.Linear, cuts: Sequence[Cut]) -> None:
+def _check_shared(traced: TracedModule, stage_of: Mapping[fx.Node, int], last: nn.Linear, cuts: Sequence[Cut]) -> None:
     """Refuse weights that two stages use: they would be two sets of weights when loaded again."""
     used = {id(weight): len(cuts) for weight in last.parameters()}
     for node, stage in stage_of.items():
@@ -204,11 +221,11 @@ def _check_shared(traced: Traced, stage_of: Mapping[fx.Node, int], last: nn.Line
             if len(both) > 1:
                 where = cuts[min(both)].name
                 raise InputError(
-                    f"{name} is used on both sides of the cut behind {where!r}: cut elsewhere, or {BY_HAND}"
+                    f"{name} is used on both sides of the cut behind {where!r}: cut elsewhere, or {BUILD_STAGES_HINT}"
                 )
 
 
-def _crossing(graph: fx.Graph, stage_of: Mapping[fx.Node, int], j: int, end: fx.Node) -> list[fx.Node]:
+def _live_nodes(graph: fx.Graph, stage_of: Mapping[fx.Node, int], j: int, end: fx.Node) -> list[fx.Node]:
     """What crosses cut j: what is computed up to it and used behind it, and what its head reads."""
     found = []
     for node in graph.nodes:
@@ -219,7 +236,9 @@ def _crossing(graph: fx.Graph, stage_of: Mapping[fx.Node, int], j: int, end: fx.
     return found
 
 
-def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: State | None, outputs: State) -> Piece:
+def _piece(
+    module: nn.Module, traced: TracedModule, nodes: Sequence[fx.Node], inputs: StateLayout | None, outputs: StateLayout
+) -> Subgraph:
     """Some nodes of the graph as a graph of their own, with the same modules, all of them at hand: paths take time."""
     whole = traced.module.graph
     by_name = {node.name: node for node in whole.nodes}
@@ -235,7 +254,7 @@ def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: 
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
             part, name = operator.attrgetter(path)(traced.module), path.replace(".", "_")
-            while name == "macs" or hasattr(Piece, name) or parts.get(name, part) is not part:
+            while name == "macs" or hasattr(Subgraph, name) or parts.get(name, part) is not part:
                 name += "_"
             parts[name], made[node].target = part, name
             if path not in kept and isinstance(part, Tensor):
@@ -249,29 +268,29 @@ def _piece(module: nn.Module, traced: Traced, nodes: Sequence[fx.Node], inputs: 
         if node.op != "get_attr":  # weights and constants come where they are used
             copied(node)
     graph.output(tuple(known(by_name[name]) for name in outputs.kinds))
-    piece = Piece(parts, graph)
+    piece = Subgraph(parts, graph)
     for name in passing:
         piece.register_buffer(name, parts[name], persistent=False)
     return piece
 
 
-def _read(traced: Traced, each: Cut, state: State, value: Any) -> Read:
+def _read(traced: TracedModule, each: Cut, state: StateLayout, value: Any) -> HeadInput:
     """What the head at a cut gets: samples first."""
     kind, part = state.kinds[each.node.name], None
     if isinstance(kind, list) and kind:
         kind, value, part = kind[0], value[0], 0
-    if not isinstance(kind, Sampled) or kind.each > 1:
+    if not isinstance(kind, PerSample) or kind.rows_per_sample > 1:
         found = (
-            f"{kind.each} rows for each sample"
-            if isinstance(kind, Sampled)
+            f"{kind.rows_per_sample} rows for each sample"
+            if isinstance(kind, PerSample)
             else "the same for all samples"
             if isinstance(kind, Shared)
             else f"a {type(value).__name__}, not a tensor"
         )
-        raise InputError(f"`at` names {each.name!r}, whose output is {found}: cut elsewhere, or {BY_HAND}")
-    pick = None if state.single else Pick(each.node.name, part)
+        raise InputError(f"`at` names {each.name!r}, whose output is {found}: cut elsewhere, or {BUILD_STAGES_HINT}")
+    pick = None if state.single else SelectValue(each.node.name, part)
     features = kind.pack(value)
-    return Read(each.name, pick, features, _channels(traced, each.node, features.dim()))
+    return HeadInput(each.name, pick, features, _channels(traced, each.node, features.dim()))
 
 
 _CHANNELS_FIRST = ("conv", "batchnorm", "batch_norm", "groupnorm", "group_norm", "pool")
@@ -279,7 +298,7 @@ _CHANNELS_LAST = ("linear", "layernorm", "layer_norm", "embedding", "transformer
 _PASSED = {"relu", "leakyrelu", "elu", "gelu", "silu", "hardswish", "tanh", "dropout", "identity", "add", "iadd", "mul"}
 
 
-def _channels(traced: Traced, node: Any, dims: int) -> int:
+def _channels(traced: TracedModule, node: Any, dims: int) -> int:
     """Where features have their channels: as the layer has them that made them, or as is usual."""
     while isinstance(node, fx.Node) and node.op in ("call_module", "call_function", "call_method"):
         target = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else node.target

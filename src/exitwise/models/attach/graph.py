@@ -18,19 +18,19 @@ from torch.utils import _pytree as trees
 
 from exitwise.core.errors import InputError, first_line
 
-SIZES = (2, 3)  # of the two batches that tell what belongs to samples
-BY_HAND = "build the stages by hand: exitwise.MultiExitNet(stages, heads)"
+PROBE_BATCH_SIZES = (2, 3)  # of the two batches that tell what belongs to samples
+BUILD_STAGES_HINT = "build the stages by hand: exitwise.MultiExitNet(stages, heads)"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModuleInputs:
     """What a module is called with: one tensor, several in a row, or several by name; with constants among them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, given: Any) -> "Inputs":
+    def of(cls, given: Any) -> "ModuleInputs":
         if isinstance(given, Mapping):
             return cls((), dict(given))
         return cls(tuple(given) if isinstance(given, list | tuple) else (given,), {})
@@ -40,7 +40,7 @@ class Inputs:
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     @property
-    def given(self) -> Any:
+    def as_given(self) -> Any:
         """As it was given."""
         return dict(self.kwargs) or (self.args[0] if len(self.args) == 1 else self.args)
 
@@ -51,7 +51,7 @@ class Inputs:
         names += [f"input_{i}" for i in range(len(names), len(self.args))]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
-    def batch(self, size: int) -> "Inputs":
+    def with_batch_size(self, size: int) -> "ModuleInputs":
         """So many samples of the same kind, no two alike: what a batch shares can be told from what samples have."""
         rng = torch.Generator().manual_seed(0)
 
@@ -64,7 +64,7 @@ class Inputs:
             places = [_places(len(first), value.is_floating_point(), rng) for _ in range(size - len(value))]
             return torch.cat([value, *(first[each.to(first.device)].view_as(value[:1]) for each in places)])
 
-        return Inputs(tuple(map(rows, self.args)), {name: rows(value) for name, value in self.kwargs.items()})
+        return ModuleInputs(tuple(map(rows, self.args)), {name: rows(value) for name, value in self.kwargs.items()})
 
 
 def _places(length: int, free: bool, rng: torch.Generator) -> Tensor:
@@ -75,7 +75,7 @@ def _places(length: int, free: bool, rng: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedModule:
     """A module as a graph, and what each of its submodules gave, call by call."""
 
     module: fx.GraphModule
@@ -83,12 +83,12 @@ class Traced:
     names: tuple[str, ...]  # of the inputs that are tensors
     exported: bool = False  # in PyTorch's basic operations, not in the module's own layers
 
-    def inputs(self, given: Inputs) -> list[Tensor]:
+    def inputs(self, given: ModuleInputs) -> list[Tensor]:
         """What the graph takes."""
         return [given.kwargs[name] for name in self.names] if given.kwargs else given.tensors
 
 
-def called(module: nn.Module, inputs: Inputs) -> Any:
+def call_with_inputs(module: nn.Module, inputs: ModuleInputs) -> Any:
     """What the module gives, or why it cannot."""
     try:
         return module(*inputs.args, **inputs.kwargs)
@@ -97,36 +97,36 @@ def called(module: nn.Module, inputs: Inputs) -> Any:
         raise InputError(f"the module cannot take inputs of {', '.join(kinds)}: {first_line(error)}") from None
 
 
-def run(graph: fx.GraphModule, values: Sequence[Any]) -> Any:
+def run_graph(graph: fx.GraphModule, values: Sequence[Any]) -> Any:
     """What a graph gives; without the report that it would print of an error before raising it."""
     return nn.Module.__call__(graph, *values)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors of what a module gives: alone, or in lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+        yield from iter_tensors([getattr(value, field.name) for field in fields(value)])
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
+            yield from iter_tensors(part)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Equal bit for bit, numbers that are none at the same places."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def trace(module: nn.Module, inputs: Inputs, at: Sequence[str]) -> Traced:
+def trace_module(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     """The graph of a module's forward, by the first way that can follow it."""
-    two = inputs.batch(SIZES[0])
-    made = list(tensors_in(called(module, two)))
+    two = inputs.with_batch_size(PROBE_BATCH_SIZES[0])
+    made = list(iter_tensors(call_with_inputs(module, two)))
     try:
-        with _as_it_was(module):
+        with _restoring_attributes(module):
             traced = _symbolic(module, inputs, at)
-        again = list(tensors_in(run(traced.module, traced.inputs(two))))
-        if any(tensor.is_meta for tensor in made) or (len(made) == len(again) and all(map(same, made, again))):
+        again = list(iter_tensors(run_graph(traced.module, traced.inputs(two))))
+        if any(tensor.is_meta for tensor in made) or (len(made) == len(again) and all(map(bitwise_equal, made, again))):
             return traced
         first = "something that it does not see"
     except InputError:
@@ -134,18 +134,18 @@ def trace(module: nn.Module, inputs: Inputs, at: Sequence[str]) -> Traced:
     except Exception as error:
         first = _reason(error)
     try:
-        with _as_it_was(module):
+        with _restoring_attributes(module):
             return _exported(module, two)
     except Exception as error:
         second = first_line(error)
     raise InputError(
         f"the module's forward cannot be cut: symbolic tracing stopped at {first}, and torch.export says: {second}; "
-        f"{BY_HAND}"
+        f"{BUILD_STAGES_HINT}"
     )
 
 
 @contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
+def _restoring_attributes(module: nn.Module) -> Iterator[None]:
     """Put back what a forward keeps in its modules: while it is traced, that would be symbols."""
     own = [vars(part) for part in module.modules()]
     kept = [(each, each.copy()) for each in (*own, *(v for o in own for v in o.values() if isinstance(v, dict | list)))]
@@ -177,7 +177,7 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, inputs: Inputs, inside: Sequence[str]) -> None:
+    def __init__(self, inputs: ModuleInputs, inside: Sequence[str]) -> None:
         super().__init__()
         self.outputs: dict[str, list[Any]] = {}
         self._inputs, self._inside = inputs, inside
@@ -231,14 +231,14 @@ def _node(value: Any) -> Any:
     return value.node if isinstance(value, fx.Proxy) else value
 
 
-def _symbolic(module: nn.Module, inputs: Inputs, at: Sequence[str]) -> Traced:
+def _symbolic(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     tracer = _Tracer(inputs, at)
     graph = tracer.trace(module)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return Traced(fx.GraphModule(module, graph), tracer.outputs, names)
+    return TracedModule(fx.GraphModule(module, graph), tracer.outputs, names)
 
 
-def _exported(module: nn.Module, two: Inputs) -> Traced:
+def _exported(module: nn.Module, two: ModuleInputs) -> TracedModule:
     """By torch.export, with a batch of any size."""
     batch = torch.export.Dim("batch", min=1)
     bound = inspect.signature(module.forward).bind(*two.args, **two.kwargs)
@@ -265,7 +265,7 @@ def _exported(module: nn.Module, two: Inputs) -> Traced:
             outputs.setdefault(entry.fqn.partition("@")[0], []).append(whole)
     _free(graph, (*two.args, *two.kwargs.values()))
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return Traced(made, outputs, names, exported=True)
+    return TracedModule(made, outputs, names, exported=True)
 
 
 def _free(graph: fx.Graph, given: Sequence[Any]) -> None:

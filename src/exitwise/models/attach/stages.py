@@ -9,28 +9,28 @@ from torch import Tensor, fx, nn
 
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.nested import iter_tensors, map_tensors, num_samples
-from exitwise.models.attach.graph import BY_HAND, SIZES, Inputs, run
+from exitwise.models.attach.graph import BUILD_STAGES_HINT, PROBE_BATCH_SIZES, ModuleInputs, run_graph
 
 
 @dataclass(frozen=True)
-class Sampled:
+class PerSample:
     """A tensor of samples, which go along dimension `dim`, `each` in a row belonging to one."""
 
     dim: int
-    each: int = 1
+    rows_per_sample: int = 1
 
     def pack(self, value: Any) -> Any:
-        if self.each > 1:
-            value = value.unflatten(self.dim, (-1, self.each))
+        if self.rows_per_sample > 1:
+            value = value.unflatten(self.dim, (-1, self.rows_per_sample))
         return value.movedim(self.dim, 0) if self.dim else value
 
     def unpack(self, packed: Any, length: Any) -> Any:
         value = packed.movedim(0, self.dim) if self.dim else packed
-        return value.flatten(self.dim, self.dim + 1) if self.each > 1 else value
+        return value.flatten(self.dim, self.dim + 1) if self.rows_per_sample > 1 else value
 
 
 @dataclass(frozen=True, eq=False)
-class Common:
+class SharedTensor:
     """A tensor in a state that all samples have in common, so that there is nothing to compact."""
 
     value: Tensor
@@ -41,14 +41,14 @@ class Shared:
     """A tensor that all samples have in common."""
 
     def pack(self, value: Any) -> Any:
-        return Common(value)
+        return SharedTensor(value)
 
     def unpack(self, packed: Any, length: Any) -> Any:
         return packed.value
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchMultiple:
     """A number that grows with the batch, so much for every sample: it is counted again behind the cut."""
 
     factor: int
@@ -61,7 +61,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Constant:
     """Anything else, which stays what it is."""
 
     def pack(self, value: Any) -> Any:
@@ -71,34 +71,34 @@ class Plain:
         return packed
 
 
-Kind = Sampled | Shared | Size | Plain
+ValueKind = PerSample | Shared | BatchMultiple | Constant
 Kinds = Any  # a kind, or nested lists and dicts of kinds, as the value has them
 
 
-def kinds_of(name: str, two: Any, three: Any) -> Kinds:
+def infer_kinds(name: str, two: Any, three: Any) -> Kinds:
     """What every part of a value is, from what it was in batches of two sizes."""
     if isinstance(two, dict) and isinstance(three, dict) and two.keys() == three.keys():
-        return {key: kinds_of(name, two[key], three[key]) for key in two}
+        return {key: infer_kinds(name, two[key], three[key]) for key in two}
     if isinstance(two, list | tuple) and isinstance(three, list | tuple) and len(two) == len(three):
-        return [kinds_of(name, a, b) for a, b in zip(two, three, strict=True)]
+        return [infer_kinds(name, a, b) for a, b in zip(two, three, strict=True)]
     if isinstance(two, Tensor) and isinstance(three, Tensor):
         return _tensor_kind(name, two, three)
     if isinstance(two, Tensor) or isinstance(three, Tensor) or two != three:
         factor = _factor(two, three)
         if factor is None:
             raise _mixed(name, f"{two!r} and {three!r}")
-        return Size(factor)
-    return Plain()
+        return BatchMultiple(factor)
+    return Constant()
 
 
-def _tensor_kind(name: str, two: Tensor, three: Tensor) -> Kind:
+def _tensor_kind(name: str, two: Tensor, three: Tensor) -> ValueKind:
     changed = [d for d, (a, b) in enumerate(zip(two.shape, three.shape, strict=False)) if a != b]
     if two.dim() == three.dim() and not changed and (two.is_meta or torch.equal(two, three)):
         return Shared()
     if two.dim() == three.dim() and len(changed) == 1:
         factor = _factor(two.shape[changed[0]], three.shape[changed[0]])
         if factor is not None:
-            return Sampled(changed[0], factor)
+            return PerSample(changed[0], factor)
     raise _mixed(name, f"of shapes {tuple(two.shape)} and {tuple(three.shape)}")
 
 
@@ -106,18 +106,18 @@ def _factor(two: Any, three: Any) -> int | None:
     """How much a number grows with each sample, if that is all that it does."""
     if any(isinstance(value, bool) or not isinstance(value, int) for value in (two, three)):
         return None
-    factor, left = divmod(two, SIZES[0])
-    return factor if factor and not left and factor * SIZES[1] == three else None
+    factor, left = divmod(two, PROBE_BATCH_SIZES[0])
+    return factor if factor and not left and factor * PROBE_BATCH_SIZES[1] == three else None
 
 
 def _mixed(name: str, how: str) -> InputError:
     return InputError(
         f"{name!r} lies across a cut and mixes the samples of a batch "
-        f"({how} for {SIZES[0]} and {SIZES[1]} samples): cut elsewhere, or {BY_HAND}"
+        f"({how} for {PROBE_BATCH_SIZES[0]} and {PROBE_BATCH_SIZES[1]} samples): cut elsewhere, or {BUILD_STAGES_HINT}"
     )
 
 
-def _parts(kinds: Kinds, value: Any) -> Iterator[tuple[Kind, Any]]:
+def _parts(kinds: Kinds, value: Any) -> Iterator[tuple[ValueKind, Any]]:
     """Each kind with its part of the value."""
     if isinstance(kinds, dict):
         for key, each in kinds.items():
@@ -129,7 +129,7 @@ def _parts(kinds: Kinds, value: Any) -> Iterator[tuple[Kind, Any]]:
         yield kinds, value
 
 
-def _mapped(kinds: Kinds, value: Any, function: Callable[[Kind, Any], Any]) -> Any:
+def _mapped(kinds: Kinds, value: Any, function: Callable[[ValueKind, Any], Any]) -> Any:
     if isinstance(kinds, dict):
         return {key: _mapped(each, value[key], function) for key, each in kinds.items()}
     if isinstance(kinds, list):
@@ -139,14 +139,14 @@ def _mapped(kinds: Kinds, value: Any, function: Callable[[Kind, Any], Any]) -> A
 
 
 @dataclass(frozen=True)
-class State:
+class StateLayout:
     """How the values that cross a cut are laid out: one tensor by itself, or several by name."""
 
     kinds: Mapping[str, Kinds]
 
     @property
     def single(self) -> bool:
-        return list(self.kinds.values()) == [Sampled(0)]
+        return list(self.kinds.values()) == [PerSample(0)]
 
     def pack(self, values: Sequence[Any]) -> Any:
         if self.single:
@@ -157,11 +157,11 @@ class State:
     def unpack(self, state: Any) -> list[Any]:
         if self.single:
             return [state]
-        length = next(part.shape[0] for kind, part in _parts(dict(self.kinds), state) if isinstance(kind, Sampled))
+        length = next(part.shape[0] for kind, part in _parts(dict(self.kinds), state) if isinstance(kind, PerSample))
         return list(_mapped(dict(self.kinds), state, lambda kind, part: kind.unpack(part, length)).values())
 
 
-class Piece(fx.GraphModule):
+class Subgraph(fx.GraphModule):
     """A part of a graph, of which copies hold the same buffers back from files."""
 
     def __deepcopy__(self, memo: Any) -> fx.GraphModule:
@@ -175,19 +175,19 @@ class Piece(fx.GraphModule):
 class FirstStage(nn.Module):
     """The graph up to the first cut; takes what the module takes: one tensor, several in a row, or by name."""
 
-    def __init__(self, body: fx.GraphModule, names: Sequence[str], outputs: State) -> None:
+    def __init__(self, body: fx.GraphModule, names: Sequence[str], outputs: StateLayout) -> None:
         super().__init__()
         self.body, self.names, self._outputs = body, tuple(names), outputs
 
     def forward(self, x: Any) -> Any:
         if len(self.names) == 1 and not isinstance(x, Mapping | list | tuple):
-            return self._outputs.pack(run(self.body, [x]))
-        given = Inputs.of(x)
+            return self._outputs.pack(run_graph(self.body, [x]))
+        given = ModuleInputs.of(x)
         if len(given.tensors) != len(self.names) or (given.kwargs and not given.kwargs.keys() >= set(self.names)):
             found = ", ".join(given.kwargs) or f"{len(given.tensors)} in a row"
             raise InputError(f"the net takes {', '.join(self.names)}, as it was made for, but got {found}")
         values = [given.kwargs[name] for name in self.names] if given.kwargs else given.tensors
-        return self._outputs.pack(run(self.body, values))
+        return self._outputs.pack(run_graph(self.body, values))
 
 
 class LaterStage(nn.Module):
@@ -196,7 +196,7 @@ class LaterStage(nn.Module):
     With `copies` it works in place, but not on what it gets: heads have read that, and gradients will need it.
     """
 
-    def __init__(self, body: fx.GraphModule, inputs: State, outputs: State) -> None:
+    def __init__(self, body: fx.GraphModule, inputs: StateLayout, outputs: StateLayout) -> None:
         super().__init__()
         self.body, self._inputs, self._outputs = body, inputs, outputs
         self.copies = False
@@ -204,10 +204,10 @@ class LaterStage(nn.Module):
     def forward(self, state: Any) -> Any:
         if self.copies:
             state = map_tensors(torch.clone, state)
-        return self._outputs.pack(run(self.body, self._inputs.unpack(state)))
+        return self._outputs.pack(run_graph(self.body, self._inputs.unpack(state)))
 
 
-class Pick(nn.Module):
+class SelectValue(nn.Module):
     """What a head reads of a state that has several values: one of them, or its first part."""
 
     def __init__(self, name: str, part: int | None) -> None:
@@ -222,9 +222,9 @@ class Pick(nn.Module):
         return 0
 
 
-def run_whole(stages: Iterable[nn.Module], inputs: Inputs) -> Any:
+def run_full_batch(stages: Iterable[nn.Module], inputs: ModuleInputs) -> Any:
     """What the last stage gives when nobody leaves; finds out which stages must copy what they get."""
-    state = inputs.given
+    state = inputs.as_given
     for k, stage in enumerate(stages):
         before = list(iter_tensors(state))
         versions = [tensor._version for tensor in before]
@@ -234,9 +234,9 @@ def run_whole(stages: Iterable[nn.Module], inputs: Inputs) -> Any:
     return state
 
 
-def run_thinned(stages: Iterable[nn.Module], inputs: Inputs) -> tuple[Any, Tensor]:
+def run_shrinking_batch(stages: Iterable[nn.Module], inputs: ModuleInputs) -> tuple[Any, Tensor]:
     """What the last stage gives when before each stage a sample leaves and the others change places; who is left."""
-    state = inputs.given
+    state = inputs.as_given
     left = torch.arange(num_samples(state))
     for k, stage in enumerate(stages):
         rest = torch.arange(1, len(left)).flip(0)
