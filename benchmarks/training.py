@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 import exitwise as ew
 from exitwise import data
 from exitwise.data.folders import scan_class_folders
-from exitwise.training.batch_sources import source_of
+from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.loop import Trainer
 from exitwise.training.recipes import RECIPES
 
@@ -95,7 +95,7 @@ def ours(images: data.ImageSet, folder: Path, compile: bool) -> Callable[[], Non
     """A step of our own loop, with everything that comes with it."""
     torch.manual_seed(0)
     recipe = replace(RECIPES["cifar100"], lr=0.01)
-    source = source_of(images, recipe, seed=0)
+    source = as_batch_source(images, recipe, seed=0)
     fabric = ew.Machine(accelerator="cpu").fabric()
     trainer = Trainer(ew.models.msdnet("cifar100-small"), source, [], recipe, fabric, folder, compile=compile)
     batches = endless(lambda epoch: source.epoch(epoch))
@@ -128,7 +128,7 @@ def throughput(threads: int, repeats: int, chunk: int, compiled: bool = True) ->
     images = pictures(64 * 40)
 
     def tensors() -> Iterator[tuple[Tensor, Tensor]]:
-        source = source_of(images, RECIPES["cifar100"], seed=0)
+        source = as_batch_source(images, RECIPES["cifar100"], seed=0)
         return endless(lambda epoch: (parts[0] for parts in source.epoch(epoch)))
 
     plain = DataLoader(PlainDataset(images), batch_size=64, shuffle=True)
@@ -173,7 +173,7 @@ def loader(threads: int, repeats: int, chunk: int) -> dict[str, Any]:
     """Our loader beside the training step that uses what it loads."""
     torch.set_num_threads(threads)
     images = pictures(64 * 200)
-    source = source_of(images, RECIPES["cifar100"], seed=0)
+    source = as_batch_source(images, RECIPES["cifar100"], seed=0)
     step = eager(net(), endless(lambda epoch: (parts[0] for parts in source.epoch(epoch))))
     load = endless(lambda epoch: source.epoch(epoch))
     steps(step, 2)
@@ -196,7 +196,7 @@ def folders(images: int, workers: tuple[int, ...]) -> dict[str, Any]:
             coarse.resize((500, 375), Image.Resampling.BICUBIC).save(place / f"{k}.jpg", quality=90)
         files = scan_class_folders(Path(folder), 224)
         for number in workers:
-            source = source_of(files, replace(RECIPES["imagenet"], batch_size=32), seed=0, workers=number)
+            source = as_batch_source(files, replace(RECIPES["imagenet"], batch_size=32), seed=0, workers=number)
             batches = source.epoch(0)
             next(batches)  # workers have started
             begun = time.perf_counter()

@@ -21,7 +21,7 @@ from exitwise.calibration.laplace import MODES, Curvature, Posterior, Spectrum
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
 from exitwise.core.memory import ALIGNMENT, align, is_aligned
-from exitwise.training.checkpoints import Snapshots
+from exitwise.training.checkpoints import CheckpointDirectory
 
 pytestmark = pytest.mark.numerical
 
@@ -156,7 +156,7 @@ def saved(kind: str, folder: Path) -> Any:
         data.HoldOut.random(train, 297, 0, 500).save(path)
         return [data.HoldOut.load(path), tensorfiles.read(path)[0]]
     if kind == "checkpoint":
-        snapshots = Snapshots(folder)
+        snapshots = CheckpointDirectory(folder)
         snapshots.save(0, 1, {"a": torch.randn(5, 3), "b": torch.randn(7)}, {"x": 1})
         return snapshots.load()[0]
     net = ew.models.msdnet("tiny-8")

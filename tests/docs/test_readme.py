@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS
-from exitwise.training.history import Epoch, History
+from exitwise.training.history import EpochRecord, History
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARK, TRAINING, RUNTIME = (
@@ -281,7 +281,7 @@ def test_the_commands_that_show_a_run_in_the_readme(
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "digits", "other"):
         place = new_run(tmp_path / "runs" / name, random_trace(n=120), {"recipe": {"epochs": 1}})
-        History((Epoch(1, 0.1, 3.0, 3.1, (0.3, 0.4), 900.0, 1.5),)).save(place / "history.csv")
+        History((EpochRecord(1, 0.1, 3.0, 3.1, (0.3, 0.4), 900.0, 1.5),)).save(place / "history.csv")
     shown = README.split("<!-- report -->")[1].split("\n\n")[0]
     commands = [line.split("#")[0].split()[1:] for line in shown.splitlines() if line.startswith("    exitwise ")]
     assert [words[:2] for words in commands] == [["report", f"runs/{run}"] for run in ("demo",) * 3 + ("digits",) * 2]

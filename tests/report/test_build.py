@@ -40,7 +40,7 @@ from exitwise.policies.policy import sweep
 from exitwise.report import budget_explorer, images, live, page, uncertainty
 from exitwise.report.build import Order, Report, build, training_report
 from exitwise.runs.run import Run
-from exitwise.training.history import Epoch, History
+from exitwise.training.history import EpochRecord, History
 
 pytestmark = pytest.mark.numerical
 
@@ -737,7 +737,9 @@ class TestCommand:
 
 
 def epochs(number: int) -> History:
-    return History(tuple(Epoch(k, 0.1, 3.0 / k, 3.5 / k, (0.1 * k, 0.2 * k), 900.0, 1.5) for k in range(1, number + 1)))
+    return History(
+        tuple(EpochRecord(k, 0.1, 3.0 / k, 3.5 / k, (0.1 * k, 0.2 * k), 900.0, 1.5) for k in range(1, number + 1))
+    )
 
 
 class TestLive:

@@ -23,7 +23,7 @@ from exitwise.core.files import write_json
 from exitwise.report import page as pages
 from exitwise.report.build import Order, Report, build, training_report
 from exitwise.runs.run import Run
-from exitwise.training.history import Epoch, History
+from exitwise.training.history import EpochRecord, History
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
 WIDTHS = (1440, 800, 390)
@@ -446,7 +446,7 @@ class TestStrangeNames:
 class TestLive:
     def epochs(self, number: int) -> History:
         return History(
-            tuple(Epoch(i + 1, 0.1, 3.0 - i, 3.1 - i, (0.3, 0.4 + i / 10), 900.0, 1.5) for i in range(number))
+            tuple(EpochRecord(i + 1, 0.1, 3.0 - i, 3.1 - i, (0.3, 0.4 + i / 10), 900.0, 1.5) for i in range(number))
         )
 
     def test_reloads_itself_while_the_run_trains(self, tab: Open, tmp_path: Path) -> None:

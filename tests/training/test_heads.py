@@ -24,12 +24,12 @@ import exitwise as ew
 from exitwise import data
 from exitwise.core.seeds import derive_generator
 from exitwise.training import frozen_features
-from exitwise.training.frozen_features import Cached
-from exitwise.training.heads import loss
+from exitwise.training.frozen_features import CachedFeatures
+from exitwise.training.heads import head_loss
 from exitwise.training.history import History
-from exitwise.training.loop import Watcher
+from exitwise.training.loop import TrainingCallback
 from exitwise.training.recipes import HeadRecipe
-from exitwise.training.trainable_head import Learner, split
+from exitwise.training.trainable_head import TrainableHead, split_head
 
 pytestmark = pytest.mark.numerical
 
@@ -328,8 +328,10 @@ def test_distillation_is_the_formula() -> None:
     own = -np.log(softmax(z)[np.arange(9), y]).mean()
     p, q = softmax(t / 3), softmax(z / 3)
     expected = 0.7 * own + 0.3 * 9 * (p * np.log(p / q)).sum(1).mean()
-    assert float(loss(logits, labels, teacher, HeadRecipe(distill=0.3, temperature=3.0))) == pytest.approx(expected)
-    assert float(loss(logits, labels, None, HeadRecipe())) == pytest.approx(own)
+    assert float(head_loss(logits, labels, teacher, HeadRecipe(distill=0.3, temperature=3.0))) == pytest.approx(
+        expected
+    )
+    assert float(head_loss(logits, labels, None, HeadRecipe())) == pytest.approx(own)
 
 
 def test_distilled_heads_agree_more_with_the_last_exit_and_need_no_labels(net: ew.MultiExitNet) -> None:
@@ -444,7 +446,7 @@ def test_a_head_is_cut_before_the_first_part_that_learns_or_is_random(
 ) -> None:
     head = ew.Head(neck, nn.Linear(4, 2)).eval()
     given = copy.deepcopy(state)
-    before, after = split(head, state)
+    before, after = split_head(head, state)
     with torch.no_grad():
         kept = before(state)
         assert tuple(kept.shape) == ahead
@@ -454,15 +456,15 @@ def test_a_head_is_cut_before_the_first_part_that_learns_or_is_random(
 def test_of_an_msdnet_the_map_that_heads_read_is_kept_and_of_other_heads_the_state() -> None:
     net = ew.models.msdnet("tiny-8").eval()
     states = [state for _, state in net.states(torch.rand(3, 1, 8, 8))]
-    learners = [Learner(head) for head in net.exits]
+    learners = [TrainableHead(head) for head in net.exits]
     for learner, state in zip(learners, states, strict=True):
-        assert torch.equal(learner.ahead(state), state[-1])
+        assert torch.equal(learner.precompute(state), state[-1])
 
     class Own(ew.Head):
         def features(self, state: Any) -> Tensor:
             return super().features(state[0])
 
-    kept = Learner(Own(pooled(4), nn.Linear(4, 2))).ahead([MAPS, MAPS])
+    kept = TrainableHead(Own(pooled(4), nn.Linear(4, 2))).precompute([MAPS, MAPS])
     assert torch.equal(kept[0], MAPS)
 
 
@@ -473,9 +475,9 @@ def test_a_small_view_does_not_hold_the_whole_state_in_memory() -> None:
 
     heads = [ew.Head(Pick(), nn.Linear(6, 4)) for _ in range(2)]
     net = ew.MultiExitNet([Tokens(), nn.Identity()], heads).eval()
-    learners = [Learner(net.exits[0])]
-    found = frozen_features.features(net, learners, vectors(), vectors(40, 1), HeadRecipe(), 0, True)
-    assert isinstance(found, Cached)
+    learners = [TrainableHead(net.exits[0])]
+    found = frozen_features.make_head_data(net, learners, vectors(), vectors(40, 1), HeadRecipe(), 0, True)
+    assert isinstance(found, CachedFeatures)
     inputs, said, labels = found._train
     assert inputs[0].untyped_storage().nbytes() == 120 * 6 * 4
     assert said is None
@@ -534,7 +536,7 @@ def test_fewer_samples_than_a_batch_are_one_batch_and_a_generator_can_be_kept() 
     assert len(history.epochs) == 2
 
 
-class Seen(Watcher):
+class Seen(TrainingCallback):
     def __init__(self) -> None:
         self.words: list[Any] = []
 
@@ -647,7 +649,7 @@ def test_a_layer_whose_weights_are_made_of_others_learns_as_it_is() -> None:
 
 
 def test_an_interrupted_training_leaves_the_best_heads_so_far() -> None:
-    class Stop(Watcher):
+    class Stop(TrainingCallback):
         def epoch(self, row: Any, kept: bool) -> None:
             if row.epoch == 2:
                 raise KeyboardInterrupt

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import exitwise as ew
 from exitwise import data
 from exitwise.training import machine
-from exitwise.training.batch_sources import source_of
-from exitwise.training.checkpoints import Snapshots
-from exitwise.training.history import Epoch, History
-from exitwise.training.loop import Watcher, worth_compiling
+from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.checkpoints import CheckpointDirectory
+from exitwise.training.history import EpochRecord, History
+from exitwise.training.loop import TrainingCallback, worth_compiling
 from exitwise.training.recipes import RECIPES, Recipe
 
 pytestmark = pytest.mark.numerical
@@ -59,7 +59,7 @@ def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def last_state(run: Path) -> dict[str, Tensor]:
-    newest = Snapshots(run / "checkpoints").newest()
+    newest = CheckpointDirectory(run / "checkpoints").newest()
     assert newest is not None
     return load_file(newest)
 
@@ -93,7 +93,7 @@ def plain_loop(net: ew.MultiExitNet, train: data.ImageSet, recipe: Recipe, seed:
     optimizer = torch.optim.SGD(
         net.parameters(), lr=0.0, momentum=recipe.momentum, weight_decay=recipe.weight_decay, nesterov=recipe.nesterov
     )
-    source = source_of(train, recipe, seed)
+    source = as_batch_source(train, recipe, seed)
     for epoch in range(recipe.epochs):
         for batch, [(images, labels)] in enumerate(source.epoch(epoch)):
             optimizer.param_groups[0]["lr"] = recipe.lr_at(epoch, batch / len(source))
@@ -134,7 +134,9 @@ def test_the_net_that_is_kept_is_that_of_the_best_epoch(run: Path) -> None:
 
 
 def test_of_equal_epochs_the_first_is_the_best() -> None:
-    rows = [Epoch(n, 0.1, 1.0, 1.0, (0.9, top1), 1.0, 1.0) for n, top1 in enumerate((0.5, 0.7, 0.7, 0.6), start=1)]
+    rows = [
+        EpochRecord(n, 0.1, 1.0, 1.0, (0.9, top1), 1.0, 1.0) for n, top1 in enumerate((0.5, 0.7, 0.7, 0.6), start=1)
+    ]
     assert History(tuple(rows)).best.epoch == 2
 
 
@@ -279,7 +281,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(
 ) -> None:
     place = tmp_path / "run"
     with started(*DIGITS, "--out", place) as process:
-        wait_for(lambda: bool(Snapshots(place / "checkpoints").files()), process)
+        wait_for(lambda: bool(CheckpointDirectory(place / "checkpoints").files()), process)
         process.send_signal(number)
         _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
@@ -289,7 +291,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(
     assert_same_training(place, whole)
 
 
-class StopAfter(Watcher):
+class StopAfter(TrainingCallback):
     def __init__(self, batches: int) -> None:
         self.left = batches
 
@@ -305,7 +307,7 @@ class StopAfter(Watcher):
 def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batches: int) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
-    def fit(out: Path, watcher: Watcher | None = None, resume: bool = False) -> None:
+    def fit(out: Path, watcher: TrainingCallback | None = None, resume: bool = False) -> None:
         torch.manual_seed(2)
         net = vector_net(dropout=0.5)
         dataset = TensorDataset(x, y)
@@ -328,7 +330,7 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
 def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Path) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
-    def fit(out: Path, watcher: Watcher | None = None, resume: bool = False, compile: bool = True) -> None:
+    def fit(out: Path, watcher: TrainingCallback | None = None, resume: bool = False, compile: bool = True) -> None:
         torch.manual_seed(2)
         recipe = Recipe(epochs=2, batch_size=16)
         dataset = TensorDataset(x, y)
@@ -350,7 +352,7 @@ def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Pat
 def test_a_damaged_newest_checkpoint_is_passed_over(
     whole: Path, run: Path, exitwise: Command, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    newest, before = Snapshots(run / "checkpoints").files()
+    newest, before = CheckpointDirectory(run / "checkpoints").files()
     bytes_ = bytearray(newest.read_bytes())
     if damage == "flipped":
         bytes_[-1000] ^= 1
@@ -366,7 +368,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, exitwise: Command) -> None:
     place = tmp_path / "run"
     with started("train", "--data", "digits", "--epochs", 200, "--out", place) as process:
-        wait_for(lambda: bool(Snapshots(place / "checkpoints").files()), process)
+        wait_for(lambda: bool(CheckpointDirectory(place / "checkpoints").files()), process)
         done = exitwise("train", place, "--resume")
         process.kill()
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -374,7 +376,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, exitwise: Com
 
 
 def test_without_a_whole_checkpoint_it_says_so(run: Path, exitwise: Command) -> None:
-    for file in Snapshots(run / "checkpoints").files():
+    for file in CheckpointDirectory(run / "checkpoints").files():
         file.write_bytes(b"x")
     done = exitwise("train", run, "--resume")
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -386,7 +388,7 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tmp_path: 
     done = exitwise(*DIGITS, "--out", place, "--lr", "1e30", "--checkpoint-minutes", 0)
     assert done.status == 2
     line = done.err.splitlines()[-1]
-    newest = Snapshots(place / "checkpoints").newest()
+    newest = CheckpointDirectory(place / "checkpoints").newest()
     assert f"in epoch 1, batch {int(newest.stem.split('-')[1]) + 1}; the last good checkpoint is {newest}" in line  # type: ignore[union-attr]
     assert "the loss became nan" in line or "the loss became inf" in line
 
@@ -412,7 +414,7 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
     dataset = TensorDataset(torch.randn(64, 6), torch.randint(4, (64,)))
     with pytest.raises(ew.InputError, match=r"stages.0.weight is not finite any more after epoch 1, batch 3") as error:
         ew.train(net, dataset, [dataset[:16]], recipe=recipe, out=tmp_path, checkpoint_minutes=0.0)
-    newest = Snapshots(tmp_path / "checkpoints").newest()
+    newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
     assert str(error.value).endswith(f"the last good checkpoint is {newest}")
     assert newest is not None
     assert newest.name == "00000-0000002.safetensors"
@@ -436,7 +438,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Pa
     done = exitwise(*DIGITS, "--out", place)
     assert done.status == 2
     assert "No space left on device" in done.err
-    newest = Snapshots(place / "checkpoints").newest()
+    newest = CheckpointDirectory(place / "checkpoints").newest()
     assert done.err.splitlines()[-1].endswith(f"the last good checkpoint is {newest}")
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     assert exitwise("train", place, "--resume").status == 0
@@ -489,7 +491,7 @@ def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command)
     finished, cut = tmp_path / "whole", tmp_path / "cut"
     for place in (finished, cut):
         assert exitwise(*DIGITS, "--accumulate", "2", "--checkpoint-minutes", 0, "--out", place).status == 0
-    newest, before = Snapshots(cut / "checkpoints").files()
+    newest, before = CheckpointDirectory(cut / "checkpoints").files()
     newest.unlink()
     assert before.stem == "00002-0000020"
     refused = exitwise("train", cut, "--resume", "--accumulate", "5")
@@ -500,7 +502,7 @@ def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command)
 
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(whole: Path, run: Path, exitwise: Command) -> None:
-    for left in (*Snapshots(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
+    for left in (*CheckpointDirectory(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
         left.unlink()
     assert exitwise("train", run, "--resume").status == 0
     assert_same_training(run, whole)
@@ -550,7 +552,7 @@ def test_half_precision_goes_on_as_such(tmp_path: Path, exitwise: Command) -> No
         pytest.skip("this CPU cannot compute in bfloat16, and was refused as such")
     assert done.status == 0, done.err
     assert exitwise(*options, cut).status == 0
-    newest = Snapshots(cut / "checkpoints").files()[0]
+    newest = CheckpointDirectory(cut / "checkpoints").files()[0]
     newest.unlink()  # the last epoch's validation is done again
     assert exitwise("train", cut, "--resume").status == 0
     assert_same_training(cut, finished)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exitwise as ew
-from exitwise.training.recipes import RECIPES, Recipe, recipe_named
+from exitwise.training.recipes import RECIPES, Recipe, get_recipe
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_a_recipe_from_a_damaged_file_is_refused(change: dict[str, object], mess
 
 def test_a_mistyped_recipe_gets_a_hint() -> None:
     with pytest.raises(ew.InputError, match="did you mean 'caltech256'"):
-        recipe_named("caltech-256")
+        get_recipe("caltech-256")

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import exitwise as ew
-from exitwise.training.checkpoints import Snapshots
+from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import History
 
 DIGITS = ("--data", "digits", "--epochs", "2", "--accelerator", "cpu")
@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
     trained: Callable[[str], Path], launched: str
 ) -> None:
-    one, two = (load_file(Snapshots(trained(name) / "checkpoints").files()[0]) for name in ("one", launched))
+    one, two = (load_file(CheckpointDirectory(trained(name) / "checkpoints").files()[0]) for name in ("one", launched))
     assert one.keys() == two.keys()
     for key, value in one.items():
         if "running_" in key or "num_batches" in key:
@@ -106,10 +106,10 @@ def test_all_processes_validate_the_net_that_is_kept(trained: Callable[[str], Pa
 def test_one_process_goes_on_with_the_training_of_two(trained: Callable[[str], Path], tmp_path: Path) -> None:
     place = tmp_path / "run"
     shutil.copytree(trained("two"), place)
-    Snapshots(place / "checkpoints").files()[0].unlink()  # before the last validation
+    CheckpointDirectory(place / "checkpoints").files()[0].unlink()  # before the last validation
     done = command("train", place, "--resume", "--accelerator", "cpu")
     assert done.returncode == 0, done.stderr
-    one, two = (load_file(Snapshots(run / "checkpoints").files()[0]) for run in (place, trained("two")))
+    one, two = (load_file(CheckpointDirectory(run / "checkpoints").files()[0]) for run in (place, trained("two")))
     assert all(torch.equal(one[key], two[key]) for key in two)
 
 

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from exitwise.cli import tables
 from exitwise.core.rank import is_rank_zero
 from exitwise.models.input_batches import Progress as CollectProgress
-from exitwise.training.history import Epoch, History
-from exitwise.training.loop import Watcher
+from exitwise.training.history import EpochRecord, History
+from exitwise.training.loop import TrainingCallback
 
 
-class Live(Watcher):
+class Live(TrainingCallback):
     """On stderr: where nobody watches, the lines alone."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Live(Watcher):
             note=f"{images_per_second:.0f} images/s, {left} left",
         )
 
-    def epoch(self, row: Epoch, kept: bool) -> None:
+    def epoch(self, row: EpochRecord, kept: bool) -> None:
         accuracies = " ".join(f"{100 * top1:5.2f}" for top1 in row.val_top1)
         self._bars.console.print(
             f"epoch {row.epoch:>{len(str(self._epochs))}}/{self._epochs}  loss {row.train_loss:7.4f}  "

@@ -91,7 +91,7 @@ def train(
     """
     from exitwise.cli.progress import Live
     from exitwise.runs import collect, train, train_heads
-    from exitwise.training.loop import StoppedError
+    from exitwise.training.loop import TrainingInterruptedError
     from exitwise.training.machine import Machine
 
     logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
@@ -141,7 +141,7 @@ def train(
                     history = train_heads.train_new_heads(place, source, heads, machine, workers, force, live)
                 else:
                     history = train.train_new(place, source, order, means, force, live)
-    except StoppedError as stopped:
+    except TrainingInterruptedError as stopped:
         if is_rank_zero():
             many = f" --devices {devices}" if devices else ""
             again = f"exitwise train {shlex.quote(str(place))} --resume{many}"

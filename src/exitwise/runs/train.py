@@ -16,12 +16,12 @@ from exitwise.training.history import History
 from exitwise.training.machine import Machine
 from exitwise.models.net import MultiExitNet
 from exitwise.core.distributed import run_on_rank_zero, rank
-from exitwise.training.recipes import Recipe, recipe_named
+from exitwise.training.recipes import Recipe, get_recipe
 from exitwise.runs.run import Run, describe
 from exitwise.core.files import atomic_directory
 from exitwise.core.seeds import as_generator, temporary_seed
-from exitwise.training.batch_sources import source_of
-from exitwise.training.loop import Trainer, Watcher, worth_compiling
+from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.loop import Trainer, TrainingCallback, worth_compiling
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -44,7 +44,7 @@ class Order:
     precision: str | None = None
 
     def made(self, known: data.DataSet) -> Recipe:
-        recipe = recipe_named(self.recipe or known.recipe)
+        recipe = get_recipe(self.recipe or known.recipe)
         if self.epochs is not None:
             recipe = recipe.scaled(self.epochs)
         changes = {"batch_size": self.batch_size, "lr": self.lr}
@@ -88,7 +88,7 @@ class Plan:
 
 
 def train_new(
-    directory: Path, source: DataChoice, order: Order, means: Means, force: bool, watcher: Watcher
+    directory: Path, source: DataChoice, order: Order, means: Means, force: bool, watcher: TrainingCallback
 ) -> History:
     """Make a run and train its net."""
     known = data.data_set(source.name)
@@ -103,7 +103,7 @@ def train_new(
         net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if order.compile is None else order.compile
-    source_of(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
+    as_batch_source(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
     fabric.launch()
     parts = fabric.world_size * (means.accumulate or 1)
     precision, threads = means.machine.precision, torch.get_num_threads()
@@ -114,7 +114,7 @@ def train_new(
     return _run(trainer, means, watcher)
 
 
-def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: Watcher) -> History:
+def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: TrainingCallback) -> History:
     """Go on with the training of an existing run."""
     run = Run(directory)
     if run.training().get("freeze_backbone"):
@@ -165,7 +165,7 @@ def _trainer(
     directory: Path,
 ) -> Trainer:
     """A trainer in every process. Parts that processes do not take, each takes one after the other."""
-    source = source_of(splits.train, plan.recipe, plan.seed, means.workers)
+    source = as_batch_source(splits.train, plan.recipe, plan.seed, means.workers)
     val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
     accumulate, left = divmod(plan.parts, fabric.world_size)
     if left or means.accumulate not in (None, accumulate):
@@ -176,9 +176,9 @@ def _trainer(
     return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, accumulate, plan.compile)
 
 
-def _run(trainer: Trainer, means: Means, watcher: Watcher) -> History:
+def _run(trainer: Trainer, means: Means, watcher: TrainingCallback) -> History:
     trainer.checkpoint_minutes = means.checkpoint_minutes
-    trainer.watcher = watcher if rank() == 0 else Watcher()
+    trainer.watcher = watcher if rank() == 0 else TrainingCallback()
     history = trainer.run()
     if rank() == 0:
         history.plot(trainer.folder / "history.png")
@@ -217,7 +217,7 @@ def _check_same(run: Run, order: Order, plan: Plan) -> None:
             raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
     if (
         order.recipe is not None
-        and replace(recipe_named(order.recipe).scaled(recipe.epochs), lr=recipe.lr, batch_size=recipe.batch_size)
+        and replace(get_recipe(order.recipe).scaled(recipe.epochs), lr=recipe.lr, batch_size=recipe.batch_size)
         != recipe
     ):
         raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")

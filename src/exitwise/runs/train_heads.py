@@ -19,7 +19,7 @@ from exitwise.training.recipes import HeadRecipe
 from exitwise.runs.run import describe
 from exitwise.core.files import atomic_directory
 from exitwise.core.seeds import as_generator, temporary_seed
-from exitwise.training.loop import Watcher
+from exitwise.training.loop import TrainingCallback
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def train_new_heads(
     machine: Machine,
     workers: int,
     force: bool,
-    watcher: Watcher,
+    watcher: TrainingCallback,
 ) -> History:
     """Make a run, whole or not at all: this takes too little time to go on with."""
     known = data.data_set(source.name)

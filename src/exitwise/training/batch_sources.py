@@ -15,7 +15,7 @@ from exitwise.data.images import Pictures
 from exitwise.training.recipes import Recipe
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Batches of an epoch, from any batch on, each cut into equal parts of which a process gets some."""
 
     def __len__(self) -> int:
@@ -25,23 +25,23 @@ class Source(Protocol):
     def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]: ...
 
 
-def source_of(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> Source:
+def as_batch_source(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> BatchSource:
     """Batches from whatever was given."""
     if hasattr(train, "pixels_of"):
         pictures: Pictures = train
         return Shuffled(pictures, recipe.batch_size, recipe.augmentation, seed, workers)
     if isinstance(train, Dataset) and isinstance(train, Sized):
-        return FromDataset(train, recipe.batch_size, seed)
+        return DatasetSource(train, recipe.batch_size, seed)
     if isinstance(train, Iterable) and isinstance(train, Sized):
         if not len(train):
             raise InputError("`train` gave no batches")
-        return FromLoader(train, seed)
+        return LoaderSource(train, seed)
     raise InputError(
         f"`train` must be a data set or a loader of (images, labels) that has a length, but got {type(train).__name__}"
     )
 
 
-def in_order(val: Any, batch_size: int, workers: int = 0) -> Iterable[Any]:
+def as_eval_loader(val: Any, batch_size: int, workers: int = 0) -> Iterable[Any]:
     """Batches for validation from whatever was given."""
     if hasattr(val, "pixels_of"):
         pictures: Pictures = val
@@ -54,7 +54,7 @@ def in_order(val: Any, batch_size: int, workers: int = 0) -> Iterable[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class FromDataset:
+class DatasetSource:
     """Any `Dataset` of (image, label) with a length, shuffled. Its transforms may use torch's random numbers."""
 
     dataset: Any
@@ -78,7 +78,7 @@ class FromDataset:
 
 
 @dataclass(frozen=True, eq=False)
-class FromLoader:
+class LoaderSource:
     """Any loader with a length. Torch's random numbers are seeded at every epoch, which fixes a DataLoader's order."""
 
     loader: Any

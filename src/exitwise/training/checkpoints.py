@@ -18,7 +18,7 @@ _KEPT = 2
 _log = logging.getLogger(__name__)
 
 
-class Snapshots:
+class CheckpointDirectory:
     """The folder `checkpoints` of a run; a file's name says where in the training it was made."""
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class Snapshots:
     def newest(self) -> Path | None:
         return next(iter(self.files()), None)
 
-    def words(self) -> str:
+    def last_good_hint(self) -> str:
         """Where to go on from after an error."""
         last = self.newest()
         return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"

@@ -15,11 +15,11 @@ from exitwise.core.errors import InputError
 from exitwise.core.nested import map_tensors
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.models.net import MultiExitNet, preserve_training_mode
-from exitwise.training.frozen_features import Cache, Cached, Running, features
-from exitwise.training.history import Epoch, History
-from exitwise.training.loop import Watcher
+from exitwise.training.frozen_features import Cache, CachedFeatures, RecomputedFeatures, make_head_data
+from exitwise.training.history import EpochRecord, History
+from exitwise.training.loop import TrainingCallback
 from exitwise.training.recipes import HeadRecipe
-from exitwise.training.trainable_head import Learner
+from exitwise.training.trainable_head import TrainableHead
 
 _SOME = 1024  # samples, about, that tell how features are spread
 
@@ -39,7 +39,7 @@ def train_heads(
     cache: Cache = "auto",
     seed: int = 0,
     workers: int = 0,
-    watcher: Watcher | None = None,
+    watcher: TrainingCallback | None = None,
 ) -> History:
     """Train the heads of a net in place, all but the last one, which is the trained net's own; or it too with `last`.
 
@@ -56,19 +56,19 @@ def train_heads(
     _check(net, recipe, last, cache)
     as_generator(seed)  # refuses what is no seed
     heads = net.exits if last else net.exits[:-1]
-    learners = [Learner(head) for head in heads]
+    learners = [TrainableHead(head) for head in heads]
     device = next(net.parameters()).device
-    watcher = watcher or Watcher()
+    watcher = watcher or TrainingCallback()
     cuda = [device.index] if device.type == "cuda" else []
     with preserve_training_mode(net), torch.random.fork_rng(devices=cuda):
         net.eval()
         torch.manual_seed(derive_seed(seed))
-        data = features(net, learners, train, val, recipe, seed, cache, workers, watcher.features)
+        data = make_head_data(net, learners, train, val, recipe, seed, cache, workers, watcher.on_features)
         try:
-            rows = list(_Training(learners, data, recipe, seed, device, watcher).epochs())
+            rows = list(_HeadTraining(learners, data, recipe, seed, device, watcher).epochs())
         finally:
             for learner in learners:
-                learner.restore()
+                learner.restore_best()
     kept = tuple(learner.epoch for learner in learners)
     return History(tuple(rows), kept if last else (*kept, 0))
 
@@ -96,38 +96,40 @@ def _check(net: Any, recipe: HeadRecipe, last: Any, cache: Any) -> None:
             raise InputError(f"{name} is the same as {first}: a head that shares weights cannot learn alone")
 
 
-class _Training:
+class _HeadTraining:
     """Heads, what they learn from, and how."""
 
     def __init__(
         self,
-        learners: Sequence[Learner],
-        data: Cached | Running,
+        learners: Sequence[TrainableHead],
+        data: CachedFeatures | RecomputedFeatures,
         recipe: HeadRecipe,
         seed: int,
         device: torch.device,
-        watcher: Watcher,
+        watcher: TrainingCallback,
     ) -> None:
         self._learners, self._data, self._recipe, self._seed = learners, data, recipe, seed
         self._device, self._watcher = device, watcher
-        self._schedule = recipe.schedule()
+        self._schedule = recipe.to_recipe()
         inputs, labels = self._some()
         torch.manual_seed(derive_seed(seed))  # whatever was drawn on the way
-        parameters = [p for learner, each in zip(learners, inputs, strict=True) for p in learner.begin(each, labels)]
+        parameters = [p for learner, each in zip(learners, inputs, strict=True) for p in learner.start(each, labels)]
         fused = device.type in ("cpu", "cuda")
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
 
-    def epochs(self) -> Iterator[Epoch]:
+    def epochs(self) -> Iterator[EpochRecord]:
         """Each epoch's figures, when it is done."""
-        self._watcher.started(self._recipe.epochs, len(self._data), History(()))
+        self._watcher.on_train_start(self._recipe.epochs, len(self._data), History(()))
         for epoch in range(self._recipe.epochs):
             start = time.monotonic()
             loss, speed = self._train(epoch)
             top1, val_loss = self._validate(epoch)
-            better = [learner.keep(value, epoch + 1) for learner, value in zip(self._learners, top1, strict=False)]
+            better = [
+                learner.keep_if_best(value, epoch + 1) for learner, value in zip(self._learners, top1, strict=False)
+            ]
             lr = self._schedule.lr_at(epoch, 1 - 1 / len(self._data))
-            row = Epoch(epoch + 1, lr, loss, val_loss, top1, speed, time.monotonic() - start)
-            self._watcher.epoch(row, any(better))
+            row = EpochRecord(epoch + 1, lr, loss, val_loss, top1, speed, time.monotonic() - start)
+            self._watcher.on_epoch_end(row, any(better))
             yield row
 
     def _some(self) -> tuple[list[Any], Tensor]:
@@ -149,7 +151,7 @@ class _Training:
                 group["lr"] = self._schedule.lr_at(epoch, number / batches)
             torch.manual_seed(derive_seed(self._seed, epoch, number))
             logits = [learner.logits(each) for learner, each in zip(self._learners, inputs, strict=True)]
-            losses = torch.stack([loss(each, labels, said, self._recipe) for each in logits])
+            losses = torch.stack([head_loss(each, labels, said, self._recipe) for each in logits])
             total += self._finite(losses.detach(), f"epoch {epoch + 1}, batch {number + 1}")
             self._optimizer.zero_grad()
             losses.sum().backward()  # type: ignore[no-untyped-call]
@@ -157,17 +159,17 @@ class _Training:
             samples += len(labels)
             speed = samples / (time.monotonic() - start)
             left = (self._recipe.epochs - epoch) * batches - number - 1
-            self._watcher.batch(epoch, number + 1, speed, left * samples / (number + 1) / speed)
+            self._watcher.on_batch_end(epoch, number + 1, speed, left * samples / (number + 1) / speed)
         return total / batches, speed
 
     def _validate(self, epoch: int) -> tuple[tuple[float, ...], float]:
         """Top-1 of every exit, and the mean of the summed cross-entropies of those that learn."""
         for learner in self._learners:
-            learner.take()
+            learner.sync()
         right, total, samples = torch.zeros(()), 0.0, 0
         for seen in self._data.val():
             inputs, said, labels = self._here(seen)
-            logits = [learner.says(each) for learner, each in zip(self._learners, inputs, strict=True)]
+            logits = [learner.head_logits(each) for learner, each in zip(self._learners, inputs, strict=True)]
             losses = torch.stack([cross_entropy(each, labels) for each in logits])
             total += self._finite(losses, f"the validation of epoch {epoch + 1}") * len(labels)
             answers = logits if said is None else [*logits, said]
@@ -186,7 +188,7 @@ class _Training:
         return float(losses.sum())
 
 
-def loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, recipe: HeadRecipe) -> Tensor:
+def head_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, recipe: HeadRecipe) -> Tensor:
     """Of one head's logits (n, c), given the last exit's."""
     own = cross_entropy(logits, labels)
     if teacher is None or not recipe.distill:

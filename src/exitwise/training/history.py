@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochRecord:
     """One epoch's figures; accuracies are fractions, losses are sums over the exits that learn."""
 
     epoch: int  # from 1
@@ -27,7 +27,7 @@ class Epoch:
     seconds: float  # with validation
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Epoch":
+    def from_dict(cls, data: dict[str, Any]) -> "EpochRecord":
         return cls(**{**data, "val_top1": tuple(data["val_top1"])})
 
 
@@ -35,11 +35,11 @@ class Epoch:
 class History:
     """All epochs so far, and which of them gave the net that is kept."""
 
-    epochs: tuple[Epoch, ...]
+    epochs: tuple[EpochRecord, ...]
     kept: tuple[int, ...] = ()  # of heads trained alone: the epoch of each, from 1, or 0 where it stayed as it was
 
     @property
-    def best(self) -> Epoch:
+    def best(self) -> EpochRecord:
         """The first with the highest validation accuracy at the last exit, or of heads trained alone over all exits."""
         if not self.epochs:
             raise InputError("a history without epochs has no best one")
@@ -59,7 +59,7 @@ class History:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "History":
         """What `to_dict` gave."""
-        return cls(tuple(map(Epoch.from_dict, data["epochs"])), tuple(data.get("kept", ())))
+        return cls(tuple(map(EpochRecord.from_dict, data["epochs"])), tuple(data.get("kept", ())))
 
     def save(self, path: Path) -> None:
         """A CSV file with a column per exit; of heads trained alone, `kept` names those that an epoch gave."""
@@ -121,10 +121,10 @@ class History:
         return figure
 
 
-def _epoch(row: dict[str, str]) -> Epoch:
+def _epoch(row: dict[str, str]) -> EpochRecord:
     tops = [float(value) for name, value in row.items() if name.startswith("val_top1_exit")]
     numbers = ("lr", "train_loss", "val_loss", "images_per_second", "seconds")
-    return Epoch(epoch=int(row["epoch"]), val_top1=tuple(tops), **{name: float(row[name]) for name in numbers})
+    return EpochRecord(epoch=int(row["epoch"]), val_top1=tuple(tops), **{name: float(row[name]) for name in numbers})
 
 
 def _kept(rows: list[dict[str, str]]) -> tuple[int, ...]:

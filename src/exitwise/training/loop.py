@@ -28,11 +28,11 @@ from exitwise.core.tensorfiles import all_finite
 from exitwise.data.batches import MicroBatches
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.models.weights import load_checkpoint, save_checkpoint
-from exitwise.training.batch_sources import Source, in_order, source_of
-from exitwise.training.checkpoints import Snapshots
-from exitwise.training.history import Epoch, History
+from exitwise.training.batch_sources import BatchSource, as_batch_source, as_eval_loader
+from exitwise.training.checkpoints import CheckpointDirectory
+from exitwise.training.history import EpochRecord, History
 from exitwise.training.machine import Machine
-from exitwise.training.recipes import Recipe, recipe_named
+from exitwise.training.recipes import Recipe, get_recipe
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _WORTH_COMPILING = 5000  # batches: compiling takes one or two minutes, and saves about a quarter of the rest
 
 
-class StoppedError(Exception):
+class TrainingInterruptedError(Exception):
     """A training that was asked to stop, and has written its checkpoint."""
 
     def __init__(self, signal_number: int, where: str) -> None:
@@ -55,17 +55,17 @@ class StoppedError(Exception):
         self.signal_number = signal_number
 
 
-class Watcher:
+class TrainingCallback:
     """Told what happens; this one does nothing with it."""
 
-    def features(self, split: str, done: int, samples: int | None) -> None: ...
-    def started(self, epochs: int, batches: int, history: History) -> None: ...
-    def batch(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None: ...
-    def epoch(self, row: Epoch, kept: bool) -> None: ...
+    def on_features(self, split: str, done: int, samples: int | None) -> None: ...
+    def on_train_start(self, epochs: int, batches: int, history: History) -> None: ...
+    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None: ...
+    def on_epoch_end(self, row: EpochRecord, kept: bool) -> None: ...
 
 
 @dataclass
-class State:
+class TrainingState:
     """Where a training is: so many whole epochs and batches of the next, and what they left."""
 
     epoch: int = 0
@@ -73,15 +73,15 @@ class State:
     loss: float = 0.0  # summed over the batches of this epoch so far
     seconds: float = 0.0  # of this epoch so far
     speed: float = 0.0  # images per second in this epoch
-    rows: list[Epoch] = field(default_factory=list)
+    rows: list[EpochRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "State":
+    def from_dict(cls, data: Mapping[str, Any]) -> "TrainingState":
         try:
-            rows = [Epoch.from_dict(row) for row in data["rows"]]
+            rows = [EpochRecord.from_dict(row) for row in data["rows"]]
             numbers = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
             return cls(epoch=int(data["epoch"]), batch=int(data["batch"]), rows=rows, **numbers)
         except (KeyError, TypeError, ValueError) as error:
@@ -102,7 +102,7 @@ def train(
     compile: bool = False,
     workers: int = 0,
     checkpoint_minutes: float = 10.0,
-    watcher: Watcher | None = None,
+    watcher: TrainingCallback | None = None,
 ) -> History:
     """Train a net in place, and leave in the folder `out` its best weights, its history and checkpoints.
 
@@ -112,19 +112,19 @@ def train(
     goes on from the newest whole checkpoint in `out`. `accumulate` cuts every batch into that many parts, one after the
     other, and steps once for all of them.
     """
-    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     as_generator(seed)  # refuses what is no seed
     folder = Path(out)
-    snapshots = Snapshots(folder / "checkpoints")
+    snapshots = CheckpointDirectory(folder / "checkpoints")
     if not resume and snapshots.newest() is not None:
         raise InputError(f"{folder} already holds a training: `resume` goes on with it")
     fabric = (machine or Machine()).fabric()
     fabric.launch()
-    source = source_of(train, recipe, seed, workers)
-    batches = in_order(val, recipe.batch_size, workers)
+    source = as_batch_source(train, recipe, seed, workers)
+    batches = as_eval_loader(val, recipe.batch_size, workers)
     trainer = Trainer(net, source, batches, recipe, fabric, folder, seed, accumulate, compile)
     trainer.checkpoint_minutes = checkpoint_minutes
-    trainer.watcher = watcher or Watcher()
+    trainer.watcher = watcher or TrainingCallback()
     if resume:
         trainer.resume()
     with preserve_training_mode(net):
@@ -149,7 +149,7 @@ class Trainer:
     def __init__(
         self,
         net: MultiExitNet,
-        source: Source,
+        source: BatchSource,
         val: Iterable[Any],
         recipe: Recipe,
         fabric: "Fabric",
@@ -160,9 +160,9 @@ class Trainer:
     ) -> None:
         self.net, self.source, self.val, self.recipe, self.fabric = net, source, val, recipe, fabric
         self.folder, self.seed, self.accumulate = folder, seed, accumulate
-        self.snapshots = Snapshots(folder / "checkpoints")
-        self.state = State()
-        self.watcher = Watcher()
+        self.snapshots = CheckpointDirectory(folder / "checkpoints")
+        self.state = TrainingState()
+        self.watcher = TrainingCallback()
         self.checkpoint_minutes = 10.0
         self._tried = False  # whether the net has taken a batch
         if accumulate < 1:
@@ -199,7 +199,7 @@ class Trainer:
         broken = next((name for name, value in self.net.state_dict().items() if not all_finite(value)), None)
         if broken:  # the next loss would be no number, and this checkpoint no good one
             where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
-            raise AllRanksError(f"{broken} is not finite any more after {where}; {self.snapshots.words()}")
+            raise AllRanksError(f"{broken} is not finite any more after {where}; {self.snapshots.last_good_hint()}")
         distributed.run_on_rank_zero(self._write)
 
     def _write(self) -> None:
@@ -222,7 +222,7 @@ class Trainer:
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """What `save` wrote, into this trainer, whole or not at all."""
-        found = State.from_dict(state)
+        found = TrainingState.from_dict(state)
         asked = {"recipe": self.recipe, "seed": self.seed, "parts": self._parts}
         made_by = {**state, "recipe": Recipe.from_dict(state.get("recipe"))}
         for name, value in asked.items():
@@ -251,12 +251,12 @@ class Trainer:
             return self._run()
         except OSError as error:  # a full disk, a data set that went away
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise InputError(f"{what}; {self.snapshots.words()}") from None
+            raise InputError(f"{what}; {self.snapshots.last_good_hint()}") from None
 
     def _run(self) -> History:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
-        with _alone(self.folder), _requests_to_stop() as asked, torch.random.fork_rng(devices=cuda):
-            self.watcher.started(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
+        with _exclusive_lock(self.folder), _stop_signals() as asked, torch.random.fork_rng(devices=cuda):
+            self.watcher.on_train_start(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
             if distributed.broadcast_object(self.snapshots.newest() is None):
                 self.save()
             while self.state.epoch < self.recipe.epochs:
@@ -286,10 +286,10 @@ class Trainer:
                 self.save()
                 saved = time.monotonic()
             if stop:
-                raise StoppedError(asked[0] if asked else signal.SIGTERM, self._where())
+                raise TrainingInterruptedError(asked[0] if asked else signal.SIGTERM, self._where())
             speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
             left = (self.recipe.epochs - state.epoch) * batches - state.batch
-            self.watcher.batch(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
+            self.watcher.on_batch_end(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
         state.speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
         distributed.broadcast_tensors(
             self.net.buffers()
@@ -300,7 +300,7 @@ class Trainer:
         state = self.state
         start = time.monotonic()
         top1, loss = self._validate(asked)
-        row = Epoch(
+        row = EpochRecord(
             epoch=state.epoch + 1,
             lr=self.recipe.lr_at(state.epoch, 1.0 - 1.0 / len(self.source)),
             train_loss=state.loss / len(self.source),
@@ -314,9 +314,9 @@ class Trainer:
         state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
         distributed.run_on_rank_zero(lambda: self._keep(best))
         self.save()
-        self.watcher.epoch(row, best)
+        self.watcher.on_epoch_end(row, best)
         if asked and distributed.world_size() == 1:
-            raise StoppedError(asked[0], self._where())
+            raise TrainingInterruptedError(asked[0], self._where())
 
     def _keep(self, best: bool) -> None:
         """Before the checkpoint: an epoch that is done again writes the same net again."""
@@ -342,7 +342,7 @@ class Trainer:
         loss_, stop, save = distributed.all_reduce_sum(shared).tolist()
         if not isfinite(loss_):
             where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
-            raise AllRanksError(f"the loss became {loss_} in {where}; {self.snapshots.words()}")
+            raise AllRanksError(f"the loss became {loss_} in {where}; {self.snapshots.last_good_hint()}")
         self._stepper.step()
         return loss_, stop > 0, save > 0
 
@@ -389,7 +389,7 @@ class Trainer:
                 if (
                     asked and distributed.world_size() == 1
                 ):  # several processes finish: one alone would leave them waiting
-                    raise StoppedError(asked[0], self._where())
+                    raise TrainingInterruptedError(asked[0], self._where())
         sums = distributed.all_reduce_sum(sums)
         samples = float(sums[-1])
         if not samples:
@@ -405,7 +405,7 @@ class Trainer:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _exclusive_lock(folder: Path) -> Iterator[None]:
     """Hold a run against a second training of it; a process that dies lets go. What a killed one left is removed."""
     with ExitStack() as held:
         distributed.run_on_rank_zero(lambda: _lock(folder, held))
@@ -427,7 +427,7 @@ def _lock(folder: Path, held: ExitStack) -> None:
 
 
 @contextmanager
-def _requests_to_stop() -> Iterator[list[int]]:
+def _stop_signals() -> Iterator[list[int]]:
     """A list that SIGTERM and Ctrl-C add to, so that a batch ends before the training does; twice ends it at once."""
     asked: list[int] = []
 

@@ -91,7 +91,7 @@ class HeadRecipe:
     temperature: float = 2.0
 
     def __post_init__(self) -> None:
-        self.schedule()  # refuses what a recipe refuses
+        self.to_recipe()  # refuses what a recipe refuses
         for name in ("distill", "temperature"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -101,7 +101,7 @@ class HeadRecipe:
         if self.temperature <= 0:
             raise InputError(f"`temperature` must be above 0, but got {self.temperature!r}")
 
-    def schedule(self, most: int | None = None) -> Recipe:
+    def to_recipe(self, most: int | None = None) -> Recipe:
         """The same as a recipe for whole nets, which does not augment; with batches of at most so many."""
         batch_size = self.batch_size if most is None else min(self.batch_size, most)
         return Recipe(self.epochs, batch_size, self.lr, weight_decay=self.weight_decay)
@@ -135,7 +135,7 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def recipe_named(name: str) -> Recipe:
+def get_recipe(name: str) -> Recipe:
     """A recipe by its name, or an error with the nearest one."""
     if name not in RECIPES:
         near = get_close_matches(name, RECIPES, n=1, cutoff=0.4)

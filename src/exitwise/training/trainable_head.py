@@ -17,7 +17,7 @@ _SURE = 3.0  # standard deviations above the share of the most frequent class: a
 _LEAST = 0.1  # of the mean deviation: a feature that hardly ever varies is not blown up
 
 
-class Learner:
+class TrainableHead:
     """A head, of which a copy learns and gives it its weights.
 
     Where the copy begins with a linear layer, it reads features brought to mean 0 and deviation 1, so that one learning
@@ -32,10 +32,10 @@ class Learner:
         self.top1, self.epoch = -1.0, 0  # the best so far
         self._weights = _weights(head)
 
-    def ahead(self, state: Any) -> Any:
+    def precompute(self, state: Any) -> Any:
         """What the part that learns reads; the first state tells which part that is."""
         if self._parts is None:
-            self._parts = split(self._head, state)
+            self._parts = split_head(self._head, state)
         return self._parts[0](state)
 
     @property
@@ -44,7 +44,7 @@ class Learner:
         return self._parts[1]
 
     @torch.no_grad()
-    def begin(self, inputs: Any, labels: Tensor) -> list[nn.Parameter]:
+    def start(self, inputs: Any, labels: Tensor) -> list[nn.Parameter]:
         """What there is to learn. Some samples tell how features are spread, and whether the head is new."""
         self._copy = copy.deepcopy(self._learning).requires_grad_(True).train()
         first = self._copy[0]
@@ -53,7 +53,7 @@ class Learner:
             deviation = (inputs - mean).square().mean(0).sqrt()
             deviation = deviation.clamp_min(max(_LEAST * float(deviation.mean()), 1e-12))
             self._spread = mean, deviation
-            if _knows(self.says(inputs), labels):  # it goes on from what it is
+            if _knows(self.head_logits(inputs), labels):  # it goes on from what it is
                 if first.bias is not None:
                     first.bias.add_(first.weight @ mean)
                 first.weight.mul_(deviation)
@@ -71,7 +71,7 @@ class Learner:
         return logits
 
     @torch.no_grad()
-    def take(self) -> None:
+    def sync(self) -> None:
         """Give the head what its copy has learned."""
         self._learning.load_state_dict(self._copy.state_dict())
         first = self._learning[0]
@@ -82,19 +82,19 @@ class Learner:
                 first.bias.sub_(first.weight @ mean)
 
     @torch.no_grad()
-    def says(self, inputs: Any) -> Tensor:
+    def head_logits(self, inputs: Any) -> Tensor:
         """Logits of the head itself, in evaluation."""
         logits: Tensor = self._learning.eval()(inputs)
         return logits
 
-    def keep(self, top1: float, epoch: int) -> bool:
+    def keep_if_best(self, top1: float, epoch: int) -> bool:
         """Whether this epoch is the best so far; if so, its weights are remembered."""
         if top1 <= self.top1:
             return False
         self.top1, self.epoch, self._weights = top1, epoch, _weights(self._head)
         return True
 
-    def restore(self) -> None:
+    def restore_best(self) -> None:
         """Put the best weights into the head, or those that it came with."""
         self._head.load_state_dict(self._weights)
 
@@ -115,7 +115,7 @@ def _knows(logits: Tensor, labels: Tensor) -> bool:
     return right > share + _SURE * sqrt(share * (1 - share) / len(labels))
 
 
-def split(head: Head, state: Any) -> tuple[nn.Sequential, nn.Sequential]:
+def split_head(head: Head, state: Any) -> tuple[nn.Sequential, nn.Sequential]:
     """A head's modules in a row, cut before the first that has weights or does something else in training.
 
     `state` is a batch of what the head reads, to see that by.
