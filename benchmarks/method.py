@@ -19,7 +19,7 @@ from record import options, record, seconds
 
 import exitwise as ew
 from exitwise.calibration.calibration import standard_normals
-from exitwise.calibration.laplace import Curvature, Spectrum
+from exitwise.calibration.laplace import Curvature, CurvatureEigen
 from exitwise.calibration.mc_softmax import log_true_softmax
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES
@@ -38,11 +38,11 @@ def forward(net: ew.MultiExitNet, images: torch.Tensor) -> None:
 def plain_search(trace: Trace, points: int) -> None:
     """The grid search without any ideas: every draw of every logit, at `points` of the 400 grid points."""
     draws = standard_normals(50, trace.num_classes, 0)
-    spectra = [Spectrum(curvature) for curvature in trace.curvature]
+    spectra = [CurvatureEigen(curvature) for curvature in trace.curvature]
     grid = [(k, t, v) for k in range(trace.num_exits) for t in TEMPERATURES for v in PRIOR_VARS][:points]
     for k, temperature, prior_var in grid:
         features = trace.val.features[k].float()
-        posterior = spectra[k].posterior(prior_var).single()
+        posterior = spectra[k].posterior(prior_var).to_float32()
         logits, shifts = trace.heads[k].logits(features), draws @ posterior.root.T
         t = posterior.scale(features).sqrt()
         for start in range(0, len(features), 250):

@@ -20,7 +20,7 @@ from results import machine, rounded
 
 import exitwise as ew
 from exitwise import zoo
-from exitwise.calibration.methods import METHODS, OURS, VANILLA, method_named
+from exitwise.calibration.methods import METHODS, OURS, VANILLA, get_method
 from exitwise.core.files import write_json
 from exitwise.policies.scores import SCORES
 from exitwise.runs.compare import Comparison, PolicyRow, budgets
@@ -74,7 +74,7 @@ def reach(trace: ew.Trace, calibration: ew.Calibration) -> dict[str, float]:
 def by_strategy(run: Run, methods: list[str], scores: tuple[str, ...], draws: int) -> dict[str, Any]:
     trace = run.trace()
     asked = Comparison(
-        tuple(budgets(trace.costs, NUMBER)), tuple(method_named(name) for name in methods), scores, repeats=draws
+        tuple(budgets(trace.costs, NUMBER)), tuple(get_method(name) for name in methods), scores, repeats=draws
     )
     table = asked.run(run, trace, trace.costs)
     found: dict[str, Any] = {}

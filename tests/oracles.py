@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.calibration.laplace import Spectrum
+from exitwise.calibration.laplace import CurvatureEigen
 from exitwise.calibration.mc_softmax import sample_logits
 
 Rows = Sequence[Sequence[float]]
@@ -174,6 +174,6 @@ def plain_probs(trace: ew.Trace, k: int, temperature: float, var0: float | None,
     logits = trace.val.features[k] @ head.weight.T + (0 if head.bias is None else head.bias)
     if var0 is None:
         return (logits.double() / temperature).softmax(1)
-    posterior = Spectrum(trace.curvature[k], mode, head.bias is not None).posterior(var0)  # type: ignore[arg-type]
+    posterior = CurvatureEigen(trace.curvature[k], mode, head.bias is not None).posterior(var0)  # type: ignore[arg-type]
     z = sample_logits(logits.double(), posterior.scale(features), posterior, draws.double())
     return (z / temperature).softmax(2).mean(1)

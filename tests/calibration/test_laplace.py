@@ -8,7 +8,14 @@ from cases import random_curvature
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.calibration.laplace import MODES, Curvature, CurvatureAverage, CurvatureSum, Spectrum, augment
+from exitwise.calibration.laplace import (
+    MODES,
+    Curvature,
+    CurvatureEigen,
+    CurvatureMovingAverage,
+    CurvatureSum,
+    append_ones,
+)
 from exitwise.calibration.mc_softmax import sample_logits
 
 pytestmark = pytest.mark.numerical
@@ -18,7 +25,7 @@ def dense_covariance(curvature: Curvature, features: Tensor, var0: float, mode: 
     """(n, c, c) from the full posterior over all weights, index = feature * c + class."""
     A, B, n, c = curvature.A, curvature.B, curvature.n, len(curvature.B)
     U = B / sqrt(n) + torch.eye(c) / sqrt(var0)
-    phi = augment(features, bias)
+    phi = append_ones(features, bias)
     extra = torch.zeros(c, c, dtype=torch.float64)
     if mode == "exact":
         posterior = torch.linalg.inv(torch.kron(A, B) / n + torch.eye(len(A) * c) / var0)
@@ -39,11 +46,11 @@ def test_curvature_of_one_sample_is_the_hessian_of_its_cross_entropy() -> None:
     torch.manual_seed(0)
     phi, weight = torch.randn(1, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     sums = CurvatureSum(4, 3)
-    sums.update(phi, augment(phi, True) @ weight.T)
+    sums.update(phi, append_ones(phi, True) @ weight.T)
     found = sums.result()
 
     def loss(flat: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(augment(phi, True) @ flat.view(5, 3), torch.tensor([1]))
+        return torch.nn.functional.cross_entropy(append_ones(phi, True) @ flat.view(5, 3), torch.tensor([1]))
 
     hessian = torch.autograd.functional.hessian(loss, weight.T.reshape(-1))
     torch.testing.assert_close(torch.kron(found.A, found.B), hessian)
@@ -57,7 +64,7 @@ def test_sums_do_not_depend_on_the_batches(batch: int) -> None:
     for start in range(0, 200, batch):
         sums.update(features[start : start + batch], logits[start : start + batch])
     found = sums.result()
-    phi, p = augment(features.double(), True), logits.double().softmax(1)
+    phi, p = append_ones(features.double(), True), logits.double().softmax(1)
     torch.testing.assert_close(found.A, sum(torch.outer(x, x) for x in phi), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.B, sum(torch.diag(q) - torch.outer(q, q) for q in p), rtol=1e-12, atol=1e-12)
     assert found.n == 200
@@ -75,12 +82,12 @@ def test_a_result_is_not_changed_by_what_comes_after() -> None:
 def test_exponential_average_follows_the_public_rule() -> None:
     torch.manual_seed(2)
     batches = [(torch.randn(16, 3), torch.randn(16, 4)) for _ in range(40)]
-    average = CurvatureAverage(3, 4)
+    average = CurvatureMovingAverage(3, 4)
     A = B = torch.zeros(())
     for i, (features, logits) in enumerate(batches):
         average.update(features, logits)
         rho = min(1 - 1 / (i + 1), 0.95)
-        phi, p = augment(features.double(), True), logits.double().softmax(1)
+        phi, p = append_ones(features.double(), True), logits.double().softmax(1)
         A = rho * A + (1 - rho) * (phi[:, :, None] * phi[:, None]).mean(0)
         B = rho * B + (1 - rho) * (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
     found = average.result()
@@ -94,7 +101,7 @@ def test_exponential_average_follows_the_public_rule() -> None:
 @pytest.mark.parametrize("var0", [0.3, 2.0, 50.0])
 def test_logit_covariance_agrees_with_the_dense_posterior(mode: str, bias: bool, var0: float) -> None:
     curvature, features = random_curvature(4, 3, bias=bias)
-    posterior = Spectrum(curvature, mode, bias).posterior(var0)  # type: ignore[arg-type]
+    posterior = CurvatureEigen(curvature, mode, bias).posterior(var0)  # type: ignore[arg-type]
     expected = dense_covariance(curvature, features[:5], var0, mode, bias)
     torch.testing.assert_close(posterior.covariance(features[:5]), expected)
 
@@ -108,7 +115,7 @@ def test_naive_is_paper_where_features_have_zero_mean_and_not_elsewhere() -> Non
         sums = CurvatureSum(4, 3)
         sums.update(moved, logits)
         for mode in ("paper", "naive"):
-            covariances.append(Spectrum(sums.result(), mode).posterior(2.0).covariance(moved[:6]))  # type: ignore[arg-type]
+            covariances.append(CurvatureEigen(sums.result(), mode).posterior(2.0).covariance(moved[:6]))  # type: ignore[arg-type]
     torch.testing.assert_close(covariances[0], covariances[1])
     assert not torch.allclose(covariances[2], covariances[3], rtol=1e-2)
 
@@ -116,7 +123,7 @@ def test_naive_is_paper_where_features_have_zero_mean_and_not_elsewhere() -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_logits_have_the_posterior_covariance(mode: str) -> None:
     curvature, features = random_curvature(4, 3)
-    posterior = Spectrum(curvature, mode).posterior(2.0)  # type: ignore[arg-type]
+    posterior = CurvatureEigen(curvature, mode).posterior(2.0)  # type: ignore[arg-type]
     draws = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits, x = torch.tensor([[1.0, 0.0, -1.0]], dtype=torch.float64), features[:1]
     sampled = sample_logits(logits, posterior.scale(x), posterior, draws)[0]
@@ -130,11 +137,11 @@ def test_factors_summed_in_float32_are_handled(mode: str) -> None:
     torch.manual_seed(4)
     base = torch.randn(400, 2)
     features = torch.cat([base, base * 1e3 + 1e-3 * torch.randn(400, 2), torch.zeros(400, 1)], dim=1)
-    phi = augment(features, True)
+    phi = append_ones(features, True)
     p = (torch.randn(400, 6) * 20).softmax(1)
     curvature = Curvature((phi.T @ phi).double(), (torch.diag(p.sum(0)) - p.T @ p).double(), 400)
     assert float(torch.linalg.eigvalsh(curvature.A)[0]) < 0
-    posterior = Spectrum(curvature, mode).posterior(2.0)  # type: ignore[arg-type]
+    posterior = CurvatureEigen(curvature, mode).posterior(2.0)  # type: ignore[arg-type]
     scale = posterior.scale(features.double())
     assert bool(torch.isfinite(scale).all())
     assert bool((scale > 0).all())
@@ -147,7 +154,7 @@ def test_a_net_that_is_certain_of_everything_has_no_curvature_in_B_and_is_handle
     features, labels = torch.randn(500, 4), torch.randint(7, (500,))
     sums = CurvatureSum(4, 7)
     sums.update(features, torch.nn.functional.one_hot(labels, 7) * 60.0)
-    posterior = Spectrum(sums.result(), mode).posterior(2.0)  # type: ignore[arg-type]
+    posterior = CurvatureEigen(sums.result(), mode).posterior(2.0)  # type: ignore[arg-type]
     assert bool(torch.isfinite(posterior.covariance(features[:3].double())).all())
 
 
@@ -160,21 +167,21 @@ def test_an_indefinite_factor_is_refused(factor: str) -> None:
         factor: getattr(curvature, factor) - 100 * torch.eye(len(getattr(curvature, factor)), dtype=torch.float64),
     }
     with pytest.raises(ew.InputError, match=f"factor {factor} must be positive semi-definite"):
-        Spectrum(Curvature(**broken, n=curvature.n))
+        CurvatureEigen(Curvature(**broken, n=curvature.n))
 
 
 @pytest.mark.parametrize("var0", [0.0, -1.0, float("nan"), float("inf")])
 def test_prior_variances_that_are_none_are_refused(var0: float) -> None:
     with pytest.raises(ew.InputError, match="prior_var"):
-        Spectrum(random_curvature(3, 3)[0]).posterior(var0)
+        CurvatureEigen(random_curvature(3, 3)[0]).posterior(var0)
 
 
 def test_a_posterior_that_is_singular_is_refused() -> None:
     huge = Curvature(torch.eye(4, dtype=torch.float64), torch.full((5, 5), 3e38, dtype=torch.float64), 500)
     with pytest.raises(ew.InputError, match="the posterior covariance is singular"):
-        Spectrum(huge).posterior(2.0)
+        CurvatureEigen(huge).posterior(2.0)
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ew.InputError, match="paper, exact, naive"):
-        Spectrum(random_curvature(3, 3)[0], "diagonal")  # type: ignore[arg-type]
+        CurvatureEigen(random_curvature(3, 3)[0], "diagonal")  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from small_benchmark import small
 import exitwise as ew
 from exitwise.calibration import mc_softmax
 from exitwise.calibration.calibration import CalibratedExit, Calibration
-from exitwise.calibration.methods import DROPOUT, DROPOUTS, PRODUCTS, Method, method_named
+from exitwise.calibration.methods import DEFAULT_DROPOUT_RATE, DROPOUT_METHODS, POE_METHODS, Method, get_method
 from exitwise.calibration.trace import HeadWeights
 from exitwise.calibration.tuning import TEMPERATURES, Tuner
 from exitwise.policies.scores import SCORES, scores
@@ -84,32 +84,37 @@ def masks(made: Calibration) -> list[torch.Tensor]:
 
 class TestMethods:
     def test_the_four_are_found_by_name_and_slug(self) -> None:
-        assert list(DROPOUTS) == ["MC dropout", "MC dropout T_opt", "MIE MC dropout", "MIE MC dropout T_opt"]
-        assert not set(DROPOUTS) & {*ew.METHODS, *PRODUCTS}
-        for name, method in DROPOUTS.items():
-            assert (method.name, method.dropout, method.laplace, method.has_variance) == (name, DROPOUT, False, True)
-            assert method_named(name.upper()) == method_named(method.slug) == method
-        assert method_named("mie-mc-dropout-t_opt") == Method(False, "mie", True, False, dropout=0.5)
+        assert list(DROPOUT_METHODS) == ["MC dropout", "MC dropout T_opt", "MIE MC dropout", "MIE MC dropout T_opt"]
+        assert not set(DROPOUT_METHODS) & {*ew.METHODS, *POE_METHODS}
+        for name, method in DROPOUT_METHODS.items():
+            assert (method.name, method.dropout, method.laplace, method.has_variance) == (
+                name,
+                DEFAULT_DROPOUT_RATE,
+                False,
+                True,
+            )
+            assert get_method(name.upper()) == get_method(method.slug) == method
+        assert get_method("mie-mc-dropout-t_opt") == Method(False, "mie", True, False, dropout=0.5)
 
     @settings(max_examples=100, deadline=None)
-    @given(rate=st.floats(1e-12, 1, exclude_max=True), name=st.sampled_from(list(DROPOUTS)))
+    @given(rate=st.floats(1e-12, 1, exclude_max=True), name=st.sampled_from(list(DROPOUT_METHODS)))
     def test_another_rate_is_part_of_the_name(self, rate: float, name: str) -> None:
-        plain = DROPOUTS[name]
+        plain = DROPOUT_METHODS[name]
         method = Method(False, plain.ensemble, plain.tune_temperature, False, dropout=rate)
-        assert method_named(method.name.lower()) == method
-        assert (method.slug == plain.slug) == (rate == DROPOUT)
+        assert get_method(method.name.lower()) == method
+        assert (method.slug == plain.slug) == (rate == DEFAULT_DROPOUT_RATE)
 
     def test_the_others_keep_their_names_and_files(self, tmp_path: Path) -> None:
         """Whoever knows nothing of dropout still reads what it does not change."""
         before = {"laplace", "ensemble", "tune_temperature", "tune_prior"}
-        for name in (*ew.METHODS, *PRODUCTS):
+        for name in (*ew.METHODS, *POE_METHODS):
             assert "dropout" not in name
-            assert method_named(name).dropout is None
+            assert get_method(name).dropout is None
         for name in ("MSDNet (vanilla)", "PoE Laplace"):
             ew.calibrate(random_trace(n=20), name, samples=3).save(tmp_path / "c.safetensors")
             with safe_open(tmp_path / "c.safetensors", framework="pt") as file:
                 assert set(json.loads(file.metadata()["method"])) == before
-            assert Calibration.load(tmp_path / "c.safetensors").method == method_named(name)
+            assert Calibration.load(tmp_path / "c.safetensors").method == get_method(name)
 
     @pytest.mark.parametrize("rate", [0, 1, 0.0, 1.0, -0.5, 2.0, True, "0.5", float("nan")])
     def test_what_is_no_rate_is_refused(self, rate: Any) -> None:
@@ -119,10 +124,10 @@ class TestMethods:
         refused(lambda: Method(dropout=0.5), "`dropout` does not go with `laplace`")
         refused(lambda: Method(False, "poe", True, False, dropout=0.5), "`dropout` does not go with `ensemble` 'poe'")
         refused(lambda: Method(False, None, True, True, dropout=0.5), "`tune_prior` needs `laplace`")
-        refused(lambda: method_named("MC dropout 1.5"), "`dropout` must be None or a rate between 0 and 1")
-        refused(lambda: method_named("mc dropuot"), "did you mean 'MC dropout'")
-        refused(lambda: method_named("Laplace 0.5"), "'Laplace 0.5'")
-        refused(lambda: method_named("xyz"), "'MIE Laplace'", "'MIE MC dropout T_opt'")
+        refused(lambda: get_method("MC dropout 1.5"), "`dropout` must be None or a rate between 0 and 1")
+        refused(lambda: get_method("mc dropuot"), "did you mean 'MC dropout'")
+        refused(lambda: get_method("Laplace 0.5"), "'Laplace 0.5'")
+        refused(lambda: get_method("xyz"), "'MIE Laplace'", "'MIE MC dropout T_opt'")
 
 
 class TestMasks:
@@ -171,7 +176,7 @@ class TestMasks:
 
 
 class TestPrediction:
-    @pytest.mark.parametrize("name", [*DROPOUTS, "MC dropout 0.2 T_opt", "MIE MC dropout 0.85"])
+    @pytest.mark.parametrize("name", [*DROPOUT_METHODS, "MC dropout 0.2 T_opt", "MIE MC dropout 0.85"])
     @pytest.mark.parametrize("bias", [True, False])
     def test_it_is_that_of_plain_loops(self, name: str, bias: bool) -> None:
         trace = random_trace(n=25, bias=bias, seed=3)
@@ -264,10 +269,10 @@ class TestPrediction:
 
 
 class TestSearch:
-    @pytest.mark.parametrize("name", [*DROPOUTS, "MIE MC dropout 0.2 T_opt"])
+    @pytest.mark.parametrize("name", [*DROPOUT_METHODS, "MIE MC dropout 0.2 T_opt"])
     @pytest.mark.parametrize("seed", [0, 10])
     def test_it_is_that_of_the_plain_loop(self, name: str, seed: int) -> None:
-        trace, method = random_trace(n=60, seed=seed), method_named(name)
+        trace, method = random_trace(n=60, seed=seed), get_method(name)
         made = ew.calibrate(trace, method, samples=9)
         rows, labels = np.arange(60), trace.val.labels.numpy()
         earlier, weight = np.zeros((60, 5)), 0.0
@@ -330,7 +335,7 @@ class TestSearch:
     def test_a_shared_tuner_gives_what_separate_ones_give(self) -> None:
         trace = random_trace(n=80)
         shared = Tuner(trace, samples=6, seed=4)
-        for name in ("MIE Laplace T_opt sigma_opt", "MC dropout 0.2", *reversed(DROPOUTS), "T_opt"):
+        for name in ("MIE Laplace T_opt sigma_opt", "MC dropout 0.2", *reversed(DROPOUT_METHODS), "T_opt"):
             alone, together = ew.calibrate(trace, name, samples=6, seed=4), shared.calibrate(name)
             assert all(torch.equal(a, b) for a, b in zip(masks(alone), masks(together), strict=True))
             assert (alone.temperatures, alone.grids) == (together.temperatures, together.grids)
@@ -344,13 +349,13 @@ class TestSearch:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("name", [*DROPOUTS, "MC dropout 0.2"])
+    @pytest.mark.parametrize("name", [*DROPOUT_METHODS, "MC dropout 0.2"])
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str) -> None:
         trace = random_trace(n=50)
         made = ew.calibrate(trace, name, samples=6)
         made.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
-        assert loaded.method == made.method == method_named(name)
+        assert loaded.method == made.method == get_method(name)
         assert all(torch.equal(a, b) for a, b in zip(masks(made), masks(loaded), strict=True))
         assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
         assert np.array_equal(made.predict(trace.val).variance, loaded.predict(trace.val).variance)  # type: ignore[arg-type]
@@ -472,7 +477,7 @@ class TestRuntime:
         assert_as_simulated(clf.policy, preds, [answer.exit for answer in answers], probs)
         clf.save(tmp_path / "c.safetensors")
         loaded = ew.Classifier.load(tmp_path / "c.safetensors")
-        assert loaded.calibration.method == DROPOUTS[ENSEMBLED]
+        assert loaded.calibration.method == DROPOUT_METHODS[ENSEMBLED]
         assert same(clf(images), loaded(images))
 
     @pytest.mark.parametrize("score", ["confidence", "variance"])
@@ -502,8 +507,8 @@ class TestRuntime:
 class TestTables:
     def test_it_joins_the_ablation(self) -> None:
         trace = random_trace(n=120)
-        table = ew.ablation(trace, methods=[*ew.METHODS, *DROPOUTS], samples=6)
-        assert [row.method for row in table] == [*ew.METHODS, *DROPOUTS]
+        table = ew.ablation(trace, methods=[*ew.METHODS, *DROPOUT_METHODS], samples=6)
+        assert [row.method for row in table] == [*ew.METHODS, *DROPOUT_METHODS]
         assert list(table.rows[:12]) == list(ew.ablation(trace, samples=6).rows)
         assert table["MC dropout"].prior_vars is None
         assert table[ENSEMBLED].temperatures == ew.calibrate(trace, ENSEMBLED, samples=6).temperatures

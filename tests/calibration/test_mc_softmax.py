@@ -26,7 +26,7 @@ def plain_log_probs(logits: Tensor, t: Tensor, shifts: Tensor, temperature: floa
 @pytest.mark.parametrize(("n", "spread"), [(1, 0.2), (65, 0.2), (1000, 0.0), (1000, 0.2), (6000, 0.2), (300, 2.0)])
 def test_all_probabilities(n: int, spread: float, temperature: float) -> None:
     logits, _, t, shifts = softmax_case(n, 12, 20, seed=n, spread=spread)
-    found = mc_softmax.mean_log_probs(logits, t, shifts, temperature)
+    found = mc_softmax.interpolated_log_mean_softmax(logits, t, shifts, temperature)
     expected = plain_log_probs(logits, t, shifts, temperature)
     torch.testing.assert_close(found.exp().double(), expected.exp(), atol=3e-6, rtol=0)
     # The logarithms of tiny probabilities are right too, up to what float32 logits over T allow.
@@ -58,7 +58,7 @@ def test_true_label_at_every_grid_point(n: int, c: int, draws: int, spread: floa
 def test_shifts_too_large_for_exponentials_take_the_plain_route(factor: float) -> None:
     logits, labels, t, shifts = softmax_case(200, 8, 10, seed=5)
     t[::7] *= factor
-    found = mc_softmax.mean_log_probs(logits, t, shifts, 0.5)
+    found = mc_softmax.interpolated_log_mean_softmax(logits, t, shifts, 0.5)
     expected = plain_log_probs(logits, t, shifts, 0.5)
     torch.testing.assert_close(found.exp().double(), expected.exp(), atol=1e-5, rtol=0)
     true = mc_softmax.grid_log_true(logits, labels, t[None], shifts[None], torch.tensor([0.5]))[0, 0]
@@ -68,7 +68,7 @@ def test_shifts_too_large_for_exponentials_take_the_plain_route(factor: float) -
 
 def test_log_probabilities_stay_finite_where_probabilities_are_zero() -> None:
     logits = torch.tensor([[0.0, 5e3, -5e3], [0.0, 0.0, 200.0]])
-    found = mc_softmax.mean_log_probs(logits, torch.tensor([0.5, 0.6]), torch.zeros(4, 3), 0.3)
+    found = mc_softmax.interpolated_log_mean_softmax(logits, torch.tensor([0.5, 0.6]), torch.zeros(4, 3), 0.3)
     expected = (logits.double() / 0.3).log_softmax(1)
     assert bool((found.exp() == 0).any())
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
@@ -90,10 +90,12 @@ def test_gradients_are_those_of_the_plain_computation() -> None:
 
 def test_results_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, t, shifts = softmax_case(900, 10, 20, seed=3, spread=0.4)
-    whole = mc_softmax.mean_log_probs(logits, t, shifts, 1.0)
+    whole = mc_softmax.interpolated_log_mean_softmax(logits, t, shifts, 1.0)
     true = mc_softmax.grid_log_true(logits, labels, t[None], shifts[None], torch.tensor([1.0]))
     monkeypatch.setattr(mc_softmax, "_CHUNK", 1000)
-    torch.testing.assert_close(mc_softmax.mean_log_probs(logits, t, shifts, 1.0), whole, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        mc_softmax.interpolated_log_mean_softmax(logits, t, shifts, 1.0), whole, atol=2e-6, rtol=2e-6
+    )
     torch.testing.assert_close(
         mc_softmax.grid_log_true(logits, labels, t[None], shifts[None], torch.tensor([1.0])), true, atol=2e-6, rtol=2e-6
     )

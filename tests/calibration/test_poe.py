@@ -27,9 +27,9 @@ from oracles import plain_probs, product_of_experts, random_probs
 
 import exitwise as ew
 from exitwise.calibration import mc_softmax
-from exitwise.calibration.calibration import Calibration, ensemble
+from exitwise.calibration.calibration import Calibration, ensemble_step
 from exitwise.calibration.laplace import MODES, Mode
-from exitwise.calibration.methods import PRODUCTS, method_named
+from exitwise.calibration.methods import POE_METHODS, get_method
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
 from exitwise.policies.scores import scores
 from exitwise.runtime.exit_modules import runtime_exits
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.numerical
 
 FULL = "PoE Laplace T_opt sigma_opt"
 PLAIN = "PoE T_opt"
-WAYS = [(name, mode) for name in PRODUCTS for mode in MODES if mode == "paper" or "Laplace" in name]
+WAYS = [(name, mode) for name in POE_METHODS for mode in MODES if mode == "paper" or "Laplace" in name]
 
 
 def own_probs(calibration: Calibration, trace: ew.Trace) -> np.ndarray:
@@ -56,17 +56,17 @@ def own_probs(calibration: Calibration, trace: ew.Trace) -> np.ndarray:
 
 class TestMethods:
     def test_the_six_are_found_by_name_and_slug(self) -> None:
-        assert list(PRODUCTS) == [name.replace("MIE", "PoE") for name in ew.METHODS if "MIE" in name]
-        assert not set(PRODUCTS) & set(ew.METHODS)
-        for name, method in PRODUCTS.items():
+        assert list(POE_METHODS) == [name.replace("MIE", "PoE") for name in ew.METHODS if "MIE" in name]
+        assert not set(POE_METHODS) & set(ew.METHODS)
+        for name, method in POE_METHODS.items():
             assert (method.name, method.ensemble) == (name, "poe")
-            assert method_named(name.upper()) == method_named(method.slug) == method
-        assert method_named("poe-laplace-t_opt-sigma_opt") == ew.Method(ensemble="poe")
+            assert get_method(name.upper()) == get_method(method.slug) == method
+        assert get_method("poe-laplace-t_opt-sigma_opt") == ew.Method(ensemble="poe")
 
     def test_others_are_refused(self) -> None:
         refused(lambda: ew.Method(ensemble="product"), "`ensemble` must be None, 'mie' or 'poe'")  # type: ignore[arg-type]
-        refused(lambda: method_named("poe laplas"), "did you mean 'PoE Laplace'")
-        refused(lambda: method_named("xyz"), "'MIE Laplace'", "'PoE Laplace'")
+        refused(lambda: get_method("poe laplas"), "did you mean 'PoE Laplace'")
+        refused(lambda: get_method("xyz"), "'MIE Laplace'", "'PoE Laplace'")
 
 
 class TestPrediction:
@@ -84,7 +84,7 @@ class TestPrediction:
         expected = product_of_experts(probs, weights)
         said = None
         for k, row in enumerate(torch.from_numpy(probs).log()):
-            said = ensemble("poe", k, row, said, weights)
+            said = ensemble_step("poe", k, row, said, weights)
             assert np.abs(said.exp().numpy() - expected[k]).max() < 1e-9
 
     @pytest.mark.parametrize(("name", "mode"), WAYS)
@@ -117,7 +117,7 @@ class TestPrediction:
         made = ew.calibrate(trace, name, mode=mode, samples=6)
         made.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
-        assert loaded.method == made.method == PRODUCTS[name]
+        assert loaded.method == made.method == POE_METHODS[name]
         assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
         assert loaded.to_dict() == made.to_dict()
 
@@ -126,7 +126,7 @@ class TestSearch:
     @pytest.mark.parametrize(("name", "mode"), WAYS)
     @pytest.mark.slow_after_first
     def test_it_is_that_of_the_plain_loop(self, name: str, mode: Mode) -> None:
-        trace, method = random_trace(bias=mode != "exact"), PRODUCTS[name]
+        trace, method = random_trace(bias=mode != "exact"), POE_METHODS[name]
         draws = torch.randn(10, trace.num_classes, generator=torch.Generator().manual_seed(3))
         made = ew.calibrate(trace, method, mode=mode, draws=draws)
         rows, labels = np.arange(len(trace.val)), trace.val.labels.numpy()
@@ -165,7 +165,7 @@ class TestSearch:
         true = log_probs[:, np.arange(150), trace.val.labels.numpy()]
         assert made.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
 
-    @pytest.mark.parametrize("name", [name for name in PRODUCTS if "opt" in name])
+    @pytest.mark.parametrize("name", [name for name in POE_METHODS if "opt" in name])
     @pytest.mark.parametrize("seed", range(3))
     @pytest.mark.slow_after_first
     def test_the_continuous_one_ends_above_the_grid_at_no_exit(self, name: str, seed: int) -> None:
@@ -174,16 +174,16 @@ class TestSearch:
         continuous = ew.calibrate(trace, name, samples=15, search="continuous")
         assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
         assert sum(continuous.val_nlpd) < sum(grid.val_nlpd) - 1e-5
-        if not PRODUCTS[name].tune_temperature:
+        if not POE_METHODS[name].tune_temperature:
             assert set(continuous.temperatures) == {1.0}
-        if not PRODUCTS[name].tune_prior:
+        if not POE_METHODS[name].tune_prior:
             assert set(continuous.prior_vars) == {2.0}
 
     def test_a_shared_tuner_gives_what_separate_ones_give(self) -> None:
         trace = random_trace()
         shared = Tuner(trace, samples=12, seed=4)
         shared.calibrate("MIE Laplace T_opt sigma_opt")
-        for name in reversed(PRODUCTS):
+        for name in reversed(POE_METHODS):
             alone, together = ew.calibrate(trace, name, samples=12, seed=4), shared.calibrate(name)
             assert (alone.temperatures, alone.prior_vars) == (together.temperatures, together.prior_vars)
             assert alone.grids == together.grids
@@ -208,7 +208,9 @@ class TestSearch:
         logits, _, t, shifts = softmax_case(2000, 10, 15, seed=8)
         weights = torch.randn(2000, 10, generator=torch.Generator().manual_seed(1)) / 2000
         temperature, stretch = torch.tensor(1.2, requires_grad=True), torch.tensor(1.1, requires_grad=True)
-        found = (mc_softmax.mean_log_probs(logits, t * stretch, shifts * stretch, temperature) * weights).sum()
+        found = (
+            mc_softmax.interpolated_log_mean_softmax(logits, t * stretch, shifts * stretch, temperature) * weights
+        ).sum()
         exact_t, exact_s = (x.detach().double().requires_grad_() for x in (temperature, stretch))
         z = (logits.double()[:, None] + (t * exact_s)[:, None, None] * (shifts * exact_s)) / exact_t
         expected = ((z.log_softmax(2).logsumexp(1)) * weights).sum()
@@ -258,7 +260,7 @@ class TestRuntime:
         clf = classifier(FULL)
         clf.save(tmp_path / "c.safetensors")
         loaded = ew.Classifier.load(tmp_path / "c.safetensors")
-        assert loaded.calibration.method == PRODUCTS[FULL]
+        assert loaded.calibration.method == POE_METHODS[FULL]
         assert same(clf(some_images(40)), loaded(some_images(40)))
 
     @pytest.mark.parametrize(("name", "mode"), [(FULL, "paper"), (FULL, "exact"), (PLAIN, "paper")])
@@ -284,7 +286,7 @@ class TestRuntime:
 
 
 class TestNoVariance:
-    @pytest.mark.parametrize("name", PRODUCTS)
+    @pytest.mark.parametrize("name", POE_METHODS)
     def test_predictions_have_none(self, name: str) -> None:
         trace = random_trace(n=40)
         preds = ew.calibrate(trace, name, samples=4).predict(trace.val)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
-from exitwise.calibration.laplace import CurvatureAverage, CurvatureSum
+from exitwise.calibration.laplace import CurvatureMovingAverage, CurvatureSum
 
 pytestmark = pytest.mark.numerical
 
@@ -218,7 +218,7 @@ def test_collect_never_holds_train_features() -> None:
 def test_collect_can_average_as_the_public_code_does() -> None:
     net, data = small_net(), loaders()
     trace = ew.collect(net, **data, costs=[1, 2, 3], curvature="average")
-    average = CurvatureAverage(8, 4)
+    average = CurvatureMovingAverage(8, 4)
     with torch.no_grad():
         for images, *_ in data["train"]:
             x = net.features(images)[0]

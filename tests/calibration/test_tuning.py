@@ -16,9 +16,9 @@ from torch import Tensor
 
 import exitwise as ew
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.laplace import MODES, Spectrum
+from exitwise.calibration.laplace import MODES, CurvatureEigen
 from exitwise.calibration.mc_softmax import sample_logits
-from exitwise.calibration.methods import method_named
+from exitwise.calibration.methods import get_method
 from exitwise.calibration.trace import HeadWeights
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
 
@@ -237,7 +237,7 @@ def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name
     preds = found.predict(trace.val)
     drawn = []
     for k in range(trace.num_exits):
-        posterior = Spectrum(trace.curvature[k]).posterior(2.0)
+        posterior = CurvatureEigen(trace.curvature[k]).posterior(2.0)
         logits = trace.heads[k].logits(trace.val.features[k]).double()
         assert found.draws is not None
         z = sample_logits(logits, posterior.scale(trace.val.features[k].double()), posterior, found.draws.double())
@@ -298,13 +298,13 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -
 
 
 def test_method_names_are_found_whatever_the_case() -> None:
-    assert method_named("mie laplace t_opt SIGMA_opt") == ew.METHODS["MIE Laplace T_opt sigma_opt"]
-    assert method_named("msdnet-vanilla") == ew.METHODS["MSDNet (vanilla)"]
+    assert get_method("mie laplace t_opt SIGMA_opt") == ew.METHODS["MIE Laplace T_opt sigma_opt"]
+    assert get_method("msdnet-vanilla") == ew.METHODS["MSDNet (vanilla)"]
     slugs = {method.slug for method in ew.METHODS.values()}
     assert len(slugs) == 12
     for name, method in ew.METHODS.items():
         assert method.name == name
-        assert method_named(method.slug) == method
+        assert get_method(method.slug) == method
 
 
 @pytest.mark.parametrize("bad", [{"ensemble": "mean"}, {"laplace": False}])

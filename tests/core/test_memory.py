@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise import data
-from exitwise.calibration.dropout import Dropout
-from exitwise.calibration.laplace import MODES, Curvature, Posterior, Spectrum
+from exitwise.calibration.dropout import DropoutMasks
+from exitwise.calibration.laplace import MODES, Curvature, CurvatureEigen, Posterior
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
 from exitwise.core.memory import ALIGNMENT, align, is_aligned
@@ -96,17 +96,17 @@ def test_what_holds_tensors_aligns_them(change: Any) -> None:
     assert_aligned(Posterior("paper", square, unaligned(torch.ones(6)), torch.tensor(0.0), square))
     assert_aligned(HeadWeights(wide, unaligned(torch.ones(6))))
     assert_aligned(Split((wide, wide), row, row))
-    assert_aligned(Dropout(0.5, change(torch.eye(6) > 0)))
+    assert_aligned(DropoutMasks(0.5, change(torch.eye(6) > 0)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_posteriors_are_aligned_for_any_prior(mode: Any) -> None:
     trace = random_trace()
     for curvature in trace.curvature:
-        spectrum = Spectrum(curvature, mode)
+        spectrum = CurvatureEigen(curvature, mode)
         for prior_var in (0.5, 4.0):
             assert_aligned(spectrum.posterior(prior_var))
-            assert_aligned(spectrum.posterior(prior_var).single())
+            assert_aligned(spectrum.posterior(prior_var).to_float32())
 
 
 @pytest.mark.parametrize("bias", [True, False])

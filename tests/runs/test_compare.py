@@ -18,7 +18,7 @@ from cases import random_trace
 from command import Command, contents, zoo_run
 
 import exitwise as ew
-from exitwise.calibration.methods import OURS, VANILLA, method_named
+from exitwise.calibration.methods import OURS, VANILLA, get_method
 from exitwise.core.files import write_json
 from exitwise.evaluation import bootstrap
 from exitwise.evaluation.bootstrap import Bootstrap, interval
@@ -109,7 +109,7 @@ def compare(
 ) -> PolicyTable:
     """What the command does, for budgets in shares of the last exit's cost."""
     amounts = tuple(share * trace.costs.values[-1] for share in shares)
-    chosen = tuple(method_named(name) for name in methods)
+    chosen = tuple(get_method(name) for name in methods)
     return Comparison(amounts, chosen, **{"repeats": 50, **options}).run(Run(place), trace, trace.costs)
 
 
@@ -286,7 +286,7 @@ class TestRows:
 
     def test_progress_is_told_and_ends(self, place: Path, trace: ew.Trace) -> None:
         told: list[tuple[int, int]] = []
-        asked = Comparison((2e6,), (method_named(VANILLA), method_named("T_opt")), ("margin", "entropy"))
+        asked = Comparison((2e6,), (get_method(VANILLA), get_method("T_opt")), ("margin", "entropy"))
         replace(asked, repeats=2).run(Run(place), trace, trace.costs, lambda *report: told.append(report))
         assert told == [(k, 4) for k in range(5)]
 
@@ -428,7 +428,7 @@ def zoo_rows(tmp_path_factory: pytest.TempPathFactory) -> list[PolicyRow]:
     """Of twenty budgets."""
     run = Run(zoo_run(tmp_path_factory.mktemp("zoo") / "run"))
     trace = run.trace()
-    methods = tuple(method_named(name) for name in (VANILLA, OURS))
+    methods = tuple(get_method(name) for name in (VANILLA, OURS))
     asked = Comparison(tuple(budgets(trace.costs, 20)), methods, certify=None, repeats=200)
     return list(asked.run(run, trace, trace.costs))
 

@@ -45,7 +45,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import exitwise as ew
-from exitwise.calibration.methods import DROPOUTS, PRODUCTS
+from exitwise.calibration.methods import DROPOUT_METHODS, POE_METHODS
 from exitwise.policies.scores import SCORES, scores
 
 pytestmark = pytest.mark.numerical
@@ -56,7 +56,7 @@ def norms(net: nn.Module) -> int:
 
 
 class TestAsSimulated:
-    @pytest.mark.parametrize("method", [*ew.METHODS, *PRODUCTS, *DROPOUTS])
+    @pytest.mark.parametrize("method", [*ew.METHODS, *POE_METHODS, *DROPOUT_METHODS])
     @pytest.mark.slow_after_first
     def test_every_method_at_every_size_of_batch(self, method: str) -> None:
         net, calibration = tiny()[0], calibrated(method)

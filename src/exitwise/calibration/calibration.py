@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exitwise.calibration.dropout import Dropout
-from exitwise.calibration.laplace import MODES, Mode, Posterior, Spectrum
-from exitwise.calibration.mc_softmax import chunks, log_mean_softmax, mean_log_probs, sample_logits
+from exitwise.calibration.dropout import DropoutMasks
+from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
+from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
 from exitwise.calibration.methods import Ensemble, Method
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
@@ -39,7 +39,7 @@ class CalibratedExit:
     prior_var: float
     posterior: Posterior | None = None
     draws: Tensor | None = None  # (S, c)
-    dropout: Dropout | None = None
+    dropout: DropoutMasks | None = None
 
     def __post_init__(self) -> None:
         align_fields(self, "draws")
@@ -51,7 +51,9 @@ class CalibratedExit:
         if (self.posterior is None and self.dropout is None) or not len(features):
             return (logits / self.temperature).log_softmax(dim=1)
         if self.posterior is not None and self.posterior.mode == "paper":
-            return mean_log_probs(logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature)
+            return interpolated_log_mean_softmax(
+                logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature
+            )
         return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled(features)])
 
     @cached_property
@@ -74,12 +76,12 @@ class CalibratedExit:
     def _sampled(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Sampled logits (m, S, c), chunk by chunk."""
         if self.dropout is not None:
-            yield from self.dropout.sampled(self.head, features)
+            yield from self.dropout.sample_logits(self.head, features)
             return
         if self.posterior is None or self.draws is None:
             raise InputError("without Laplace there are no draws")
         size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
-        for part in chunks(len(features), size):
+        for part in chunk_slices(len(features), size):
             logits, scale = self.head.logits(features[part]), self.posterior.scale(features[part])
             yield part, sample_logits(logits, scale, self.posterior, self.draws)
 
@@ -180,7 +182,7 @@ class Calibration:
         said: Tensor | None = None
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                said = ensemble(self.method.ensemble, k, exit.log_probs(x), said, self.weights)
+                said = ensemble_step(self.method.ensemble, k, exit.log_probs(x), said, self.weights)
                 if not tensorfiles.all_finite(said):
                     where = int((~torch.isfinite(said)).any(dim=1).nonzero()[0])
                     raise InputError(f"exit {k}: the features of sample {where} are too extreme for float32")
@@ -315,17 +317,17 @@ def _checked_exit(
     return head, posterior
 
 
-def _checked_dropout(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWeights) -> Dropout:
+def _checked_dropout(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWeights) -> DropoutMasks:
     """Exit k's masks, as many as the first exit's, from tensors that may be anything."""
     name, first = f"exit.{k}.masks", tensors["exit.0.masks"]
     masks = tensors[name]
     _expect(name, masks, torch.uint8, (first.shape[0] if first.dim() else 0, head.weight.shape[1]))
     if bool((masks > 1).any()):
         raise InputError(f"{name} must hold zeros and ones, but holds {int(masks.max())}")
-    return Dropout(rate, masks.bool())
+    return DropoutMasks(rate, masks.bool())
 
 
-def ensemble(
+def ensemble_step(
     kind: Ensemble | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
 ) -> Tensor:
     """One exit further: log p_ens_k from exit k's own log p_k and log p_ens_(k-1), both of any shape for `mie`.
@@ -350,12 +352,12 @@ def standard_normals(samples: int, classes: int, seed: int | torch.Generator) ->
     return torch.randn(samples, classes, generator=as_generator(seed))
 
 
-def spectra(trace: Trace, mode: Mode) -> list[Spectrum]:
+def eigendecompositions(trace: Trace, mode: Mode) -> list[CurvatureEigen]:
     """Eigendecompositions of every exit's curvature."""
     found = []
     for k, (head, curvature) in enumerate(zip(trace.heads, trace.curvature, strict=True)):
         try:
-            found.append(Spectrum(curvature, mode, bias=head.bias is not None))
+            found.append(CurvatureEigen(curvature, mode, bias=head.bias is not None))
         except InputError as error:
             raise InputError(f"exit {k}: {error}") from None
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exitwise import models
-from exitwise.calibration.laplace import Accumulator, Curvature, CurvatureAverage, CurvatureSum
+from exitwise.calibration.laplace import Curvature, CurvatureAccumulator, CurvatureMovingAverage, CurvatureSum
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import distributed
 from exitwise.core.costs import Costs
@@ -18,9 +18,9 @@ from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 
-_ACCUMULATORS: Mapping[str, Callable[[int, int, bool], Accumulator]] = {
+_ACCUMULATORS: Mapping[str, Callable[[int, int, bool], CurvatureAccumulator]] = {
     "sum": CurvatureSum,
-    "average": CurvatureAverage,
+    "average": CurvatureMovingAverage,
 }
 
 
@@ -123,7 +123,7 @@ def _features(
 def _curvature(
     net: MultiExitNet,
     loader: Iterable[Batch],
-    accumulator: Callable[[int, int, bool], Accumulator],
+    accumulator: Callable[[int, int, bool], CurvatureAccumulator],
     progress: Progress | None,
 ) -> tuple[Curvature, ...]:
     """Curvature of every exit."""

@@ -6,13 +6,13 @@ from functools import cached_property
 
 from torch import Tensor
 
-from exitwise.calibration.mc_softmax import chunks
+from exitwise.calibration.mc_softmax import chunk_slices
 from exitwise.calibration.trace import HeadWeights
 from exitwise.core.memory import align_fields
 
 
 @dataclass(frozen=True, eq=False)
-class Dropout:
+class DropoutMasks:
     """S masks of one exit's p features, drawn once and shared by all samples."""
 
     rate: float
@@ -26,7 +26,7 @@ class Dropout:
         """(S, p) what features are multiplied by: 0 or 1 / (1 - rate)."""
         return self.masks.float() / (1 - self.rate)
 
-    def sampled(self, head: HeadWeights, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def sample_logits(self, head: HeadWeights, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Logits (m, S, c) of features (n, p) under every mask, chunk by chunk."""
-        for part in chunks(len(features), self.masks.numel() + len(self.masks) * len(head.weight)):
+        for part in chunk_slices(len(features), self.masks.numel() + len(self.masks) * len(head.weight)):
             yield part, head.logits(features[part, None] * self.factors)

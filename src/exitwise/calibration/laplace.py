@@ -40,21 +40,21 @@ class Curvature:
         align_fields(self, "A", "B")
 
 
-class Accumulator(Protocol):
+class CurvatureAccumulator(Protocol):
     """Takes batches of features (m, p) and logits (m, c), gives the curvature of all of them."""
 
     def update(self, features: Tensor, logits: Tensor) -> None: ...
     def result(self) -> Curvature: ...
 
 
-def augment(features: Tensor, bias: bool) -> Tensor:
+def append_ones(features: Tensor, bias: bool) -> Tensor:
     """phi~: features (n, p) with a column of ones behind them where the last layer has a bias."""
     return torch.cat([features, features.new_ones(len(features), 1)], dim=1) if bias else features
 
 
 def batch_curvature(features: Tensor, logits: Tensor, bias: bool) -> Curvature:
     """A and B of one batch, in float64: features (m, p), logits (m, c)."""
-    phi = augment(features.double(), bias)
+    phi = append_ones(features.double(), bias)
     p = logits.double().softmax(dim=1)
     return Curvature(A=phi.T @ phi, B=torch.diag(p.sum(dim=0)) - p.T @ p, n=len(features))
 
@@ -78,7 +78,7 @@ class CurvatureSum:
         return Curvature(self._A.clone(), self._B.clone(), self._n)
 
 
-class CurvatureAverage:
+class CurvatureMovingAverage:
     """The public code's exponential average over batches, rate min(1 - 1/(i + 1), .95), for comparison.
 
     It is dominated by the last twenty batches or so. The result is scaled to sums over all n samples, so that it can
@@ -120,22 +120,22 @@ class Posterior:
     def __post_init__(self) -> None:
         align_fields(self, "basis", "inverse", "offset", "root")
 
-    def single(self) -> "Posterior":
+    def to_float32(self) -> "Posterior":
         """The same in float32, for predicting."""
         parts = {name: getattr(self, name).float() for name in ("basis", "inverse", "offset", "root")}
         return Posterior(self.mode, **parts)
 
-    def squares(self, features: Tensor) -> Tensor:
+    def squared_projections(self, features: Tensor) -> Tensor:
         """(n, q) from features (n, p)."""
         bias = self.basis.shape[0] == features.shape[1] + 1
-        squares: Tensor = (augment(features, bias) @ self.basis.to(features.dtype)).square()
+        squares: Tensor = (append_ones(features, bias) @ self.basis.to(features.dtype)).square()
         return squares
 
     def scale(self, features: Tensor) -> Tensor:
         """(n,) or (n, c) from features (n, p)."""
-        return self.scale_from(self.squares(features))
+        return self.scale_from_squares(self.squared_projections(features))
 
-    def scale_from(self, squares: Tensor) -> Tensor:
+    def scale_from_squares(self, squares: Tensor) -> Tensor:
         scale: Tensor = squares @ self.inverse.to(squares.dtype) + self.offset.to(squares.dtype)
         return scale.clamp(min=torch.finfo(scale.dtype).tiny)  # features all zero, no bias: a root needs more than 0
 
@@ -147,7 +147,7 @@ class Posterior:
         return torch.einsum("ik,nk,jk->nij", root, scale, root)
 
 
-class Spectrum:
+class CurvatureEigen:
     """Eigenvalues and eigenvectors of one exit's factors, computed once; any prior variance is then cheap."""
 
     def __init__(self, curvature: Curvature, mode: Mode = "paper", bias: bool = True) -> None:

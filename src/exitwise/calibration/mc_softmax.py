@@ -55,13 +55,13 @@ def log_true_softmax(sampled: Tensor, labels: Tensor, temperature: float | Tenso
     return (true - z.logsumexp(dim=2)).logsumexp(dim=1) - log(sampled.shape[1])
 
 
-def chunks(n: int, numbers_per_sample: int) -> Iterator[slice]:
+def chunk_slices(n: int, numbers_per_sample: int) -> Iterator[slice]:
     """Slices of n samples, so that no step holds more than about `_CHUNK` numbers."""
     size = max(1, _CHUNK // max(numbers_per_sample, 1))
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
-class _Blocks:
+class _SortedBlocks:
     """Samples sorted by t and cut into blocks of nearly equal t, so that a block shares its exponentials exp(t h)."""
 
     def __init__(self, t: Tensor) -> None:
@@ -83,7 +83,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True)
-class _Nodes:
+class _ChebyshevNodes:
     """Where exp(t h) is evaluated in each of b blocks of m samples, and how each sample weighs the values."""
 
     at: Tensor  # (b, J)
@@ -91,7 +91,7 @@ class _Nodes:
     half_width: Tensor  # (b,)
 
     @classmethod
-    def between(cls, t: Tensor) -> "_Nodes":
+    def between(cls, t: Tensor) -> "_ChebyshevNodes":
         """Chebyshev's nodes for blocks t (b, m)."""
         low, high = t.detach().amin(dim=1), t.detach().amax(dim=1)
         centre, half = (low + high) / 2, ((high - low) / 2).clamp(min=1e-6)
@@ -102,14 +102,14 @@ class _Nodes:
         return cls(centre[:, None] + half[:, None] * nodes.to(t), (u[..., None] ** powers) @ lagrange, half)
 
     @classmethod
-    def exactly(cls, t: Tensor) -> "_Nodes":
+    def exactly(cls, t: Tensor) -> "_ChebyshevNodes":
         """Every sample of t (n,) a block of its own with its own t as the node."""
         return cls(t[:, None], torch.ones_like(t)[:, None, None], torch.zeros_like(t))
 
-    def __getitem__(self, blocks: slice) -> "_Nodes":
-        return _Nodes(self.at[blocks], self.weights[blocks], self.half_width[blocks])
+    def __getitem__(self, blocks: slice) -> "_ChebyshevNodes":
+        return _ChebyshevNodes(self.at[blocks], self.weights[blocks], self.half_width[blocks])
 
-    def narrow(self, largest_shift: float, tolerance: float) -> slice:
+    def interpolable_run(self, largest_shift: float, tolerance: float) -> slice:
         """The longest run of blocks that may be interpolated: sorted by t, the wide ones are at the ends."""
         a = self.half_width * largest_shift
         error = a**_NODES / (2 ** (_NODES - 1) * factorial(_NODES)) * a.exp()
@@ -149,23 +149,23 @@ def grid_log_true(
     shifts (V, S, c). Only the normalisers are interpolated; the true label's own exponentials are computed.
     """
     draws, classes = shifts.shape[1:]
-    blocks = _Blocks(t[len(t) // 2])  # one order serves all: the prior variance hardly changes it
+    blocks = _SortedBlocks(t[len(t) // 2])  # one order serves all: the prior variance hardly changes it
     z_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True))
     labels_all, t_all = blocks.cut(labels), [blocks.cut(row) for row in t]
     largest = [float(row.detach().abs().max()) for row in shifts]
     numbers = _NODES * draws * (blocks.size + classes) + blocks.size * (classes + len(t) * draws)
     groups = []
-    for group in chunks(blocks.count, numbers):
+    for group in chunk_slices(blocks.count, numbers):
         z, y = z_all[group], labels_all[group]
         z_true = z.gather(2, y[:, :, None]).squeeze(2)
         t_rows = [row[group] for row in t_all]
-        nodes = [_Nodes.between(row) for row in t_rows]
+        nodes = [_ChebyshevNodes.between(row) for row in t_rows]
         true_shifts = [row[:, :, None] * h.T[y] for row, h in zip(t_rows, shifts, strict=True)]
         points = []
         for temperature in temperatures:
             exp_z = (z / temperature).exp()
             for v, h in enumerate(shifts):
-                run = nodes[v].narrow(largest[v] / float(temperature.detach()), tolerance)
+                run = nodes[v].interpolable_run(largest[v] / float(temperature.detach()), tolerance)
                 ratios = [
                     _true_ratios(exp_z[part], true_shifts[v][part], nodes[v][part], h, temperature).flatten()
                     if inside
@@ -179,7 +179,7 @@ def grid_log_true(
 
 
 def _true_ratios(
-    exp_z: Tensor, true_shifts: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float | Tensor
+    exp_z: Tensor, true_shifts: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor
 ) -> Tensor:
     """log (1/S) sum_l exp(t h_y / T) / Z_l (b, m): what the draws change in log p(true label)."""
     normalisers = nodes.normalisers(exp_z, nodes.exponentials(shifts, temperature))
@@ -192,12 +192,14 @@ def _true_ratios_each(
     """The same for whole blocks, flattened, without interpolation."""
     z, labels, t = z.flatten(0, 1), labels.flatten(), t.flatten()
     rows = []
-    for part in chunks(len(z), shifts.numel()):
+    for part in chunk_slices(len(z), shifts.numel()):
         z_part, t_part, y = z[part], t[part], labels[part]
         if float(t_part.detach().max()) * largest / float(torch.as_tensor(temperature).detach()) <= _REACH:
             true_shifts = (t_part[:, None] * shifts.T[y])[:, None]
             exp_z = (z_part / temperature).exp()[:, None]
-            rows.append(_true_ratios(exp_z, true_shifts, _Nodes.exactly(t_part), shifts, temperature).flatten())
+            rows.append(
+                _true_ratios(exp_z, true_shifts, _ChebyshevNodes.exactly(t_part), shifts, temperature).flatten()
+            )
         else:
             sampled = z_part[:, None] + t_part[:, None, None] * shifts
             own = z_part.gather(1, y[:, None]).squeeze(1) / temperature
@@ -205,33 +207,35 @@ def _true_ratios_each(
     return torch.cat(rows)
 
 
-def mean_log_probs(
+def interpolated_log_mean_softmax(
     logits: Tensor, t: Tensor, shifts: Tensor, temperature: float | Tensor, tolerance: float = _TOLERANCE
 ) -> Tensor:
     """log of the mean softmax (n, c), differentiable: logits (n, c), t = sqrt(s(x)) (n,), shifts (S, c)."""
     draws, classes = shifts.shape
-    blocks = _Blocks(t)
+    blocks = _SortedBlocks(t)
     z_all, t_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True)), blocks.cut(t)
-    nodes = _Nodes.between(t_all)
+    nodes = _ChebyshevNodes.between(t_all)
     largest = float(shifts.detach().abs().max()) / float(torch.as_tensor(temperature).detach())
-    run = nodes.narrow(largest, tolerance / 2)  # interpolated twice: in the normalisers, and in the sum over draws
+    run = nodes.interpolable_run(
+        largest, tolerance / 2
+    )  # interpolated twice: in the normalisers, and in the sum over draws
     rows = []
     for part, inside in _parts(blocks.count, run):
         z, t_part = z_all[part], t_all[part]
         if inside:
-            for group in chunks(len(z), _NODES * (draws + blocks.size) * (classes + draws)):
+            for group in chunk_slices(len(z), _NODES * (draws + blocks.size) * (classes + draws)):
                 rows.append(_log_probs(z[group], nodes[part][group], shifts, temperature))
             continue
         z, t_part = z.flatten(0, 1), t_part.flatten()
-        for group in chunks(len(z), shifts.numel()):
+        for group in chunk_slices(len(z), shifts.numel()):
             if float(t_part[group].detach().max()) * largest <= _REACH:
-                rows.append(_log_probs(z[group, None], _Nodes.exactly(t_part[group]), shifts, temperature))
+                rows.append(_log_probs(z[group, None], _ChebyshevNodes.exactly(t_part[group]), shifts, temperature))
             else:
                 rows.append(log_mean_softmax(z[group, None] + t_part[group, None, None] * shifts, temperature))
     return blocks.join(torch.cat(rows))
 
 
-def _log_probs(z: Tensor, nodes: _Nodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
+def _log_probs(z: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
     """Log-probabilities (b * m, c) of blocks of logits (b, m, c)."""
     z = z / temperature
     exp_shifts = nodes.exponentials(shifts, temperature)

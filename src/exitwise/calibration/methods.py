@@ -12,8 +12,8 @@ from typing import Literal
 
 from exitwise.core.errors import InputError
 
-SAMPLES = 50  # Monte Carlo draws in the paper
-DROPOUT = 0.5  # the rate that a name stands for when it says none
+DEFAULT_DRAWS = 50  # Monte Carlo draws in the paper
+DEFAULT_DROPOUT_RATE = 0.5  # the rate that a name stands for when it says none
 
 # Model-internal ensembling is a weighted mean of the exits' probabilities; a product of experts is one of their
 # logarithms, with the same weights.
@@ -53,7 +53,7 @@ class Method:
     @property
     def name(self) -> str:
         """The paper's name, or one made like it."""
-        dropout = "MC dropout" if self.dropout == DROPOUT else f"MC dropout {self.dropout}"
+        dropout = "MC dropout" if self.dropout == DEFAULT_DROPOUT_RATE else f"MC dropout {self.dropout}"
         parts = {
             "Laplace": self.laplace,
             dropout: self.dropout is not None,
@@ -85,16 +85,16 @@ def _all_methods(*ensembles: Ensemble | None) -> Iterator[Method]:
 
 
 METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods(None, "mie")}
-PRODUCTS: Mapping[str, Method] = {method.name: method for method in _all_methods("poe")}  # not in the paper
-_DROPPED = (replace(method, dropout=DROPOUT) for method in METHODS.values() if not method.laplace)
-DROPOUTS: Mapping[str, Method] = {method.name: method for method in _DROPPED}  # the paper has their cost alone
+POE_METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods("poe")}  # not in the paper
+_DROPPED = (replace(method, dropout=DEFAULT_DROPOUT_RATE) for method in METHODS.values() if not method.laplace)
+DROPOUT_METHODS: Mapping[str, Method] = {method.name: method for method in _DROPPED}  # the paper has their cost alone
 VANILLA = "MSDNet (vanilla)"
 OURS = "MIE Laplace T_opt sigma_opt"
 
 
-def method_named(name: str) -> Method:
+def get_method(name: str) -> Method:
     """A method by its name or by its slug, whatever the case; a rate may follow MC dropout."""
-    known = {**METHODS, **PRODUCTS, **DROPOUTS}
+    known = {**METHODS, **POE_METHODS, **DROPOUT_METHODS}
     by_slug = {method.slug: method for method in known.values()}
     rate = search(r"(?i)(?<=dropout) +(\d*\.?\d+(e-\d+)?)", name)
     slug = _slug(name.replace(rate[0], "") if rate else name)

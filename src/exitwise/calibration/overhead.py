@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from exitwise.calibration.methods import SAMPLES
+from exitwise.calibration.methods import DEFAULT_DRAWS
 from exitwise.models.macs import cumulative_parameters, macs
 from exitwise.models.net import MultiExitNet
 
 
-def laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
+def laplace_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> int:
     """The Laplace predictive of one exit on top of the plain one: s(x), then `samples` scaled shifts of the logits."""
     return 2 * classes * samples + (features + 1) * (features + 2)
 
 
-def naive_laplace_macs(features: int, classes: int, samples: int = SAMPLES) -> float:
+def naive_laplace_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> float:
     """The same with a Cholesky factor of every sample's c x c covariance and the bias kept apart."""
     c, p = classes, features
     return c**3 / 3 + c**2 * (samples + 1) + c**2 + c * samples + p * (p + 1)
@@ -24,7 +24,7 @@ def ensemble_macs(classes: int) -> int:
     return 3 * classes
 
 
-def mc_dropout_macs(features: int, classes: int, samples: int = SAMPLES) -> int:
+def mc_dropout_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> int:
     """Last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
     return samples * (features + 1) * classes
 
@@ -43,7 +43,7 @@ class ExitCost:
     mc_dropout: float
 
 
-def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = SAMPLES) -> list[ExitCost]:
+def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = DEFAULT_DRAWS) -> list[ExitCost]:
     """Cost of every exit: each method pays its overhead at every exit on the way."""
     c = net.num_classes
     rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
@@ -70,7 +70,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = S
 
 
 def paper_figure_costs(
-    vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = SAMPLES
+    vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = DEFAULT_DRAWS
 ) -> dict[str, list[float]]:
     """The bars of the paper's cost figure, as the figure computes them.
 

@@ -52,13 +52,13 @@ class HeadWeights:
     def __post_init__(self) -> None:
         align_fields(self, "weight", "bias")
 
-    def single(self) -> "HeadWeights":
+    def to_float32(self) -> "HeadWeights":
         """The same in float32."""
         return HeadWeights(self.weight.float(), None if self.bias is None else self.bias.float())
 
     def logits(self, features: Tensor) -> Tensor:
         """(n, c) from features (n, p), in float32 whatever they were kept in."""
-        single = self.single()
+        single = self.to_float32()
         return torch.nn.functional.linear(features.float(), single.weight, single.bias)
 
 

@@ -13,18 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exitwise.calibration.calibration import CalibratedExit, Calibration, Grid, ensemble, spectra, standard_normals
-from exitwise.calibration.dropout import Dropout
-from exitwise.calibration.laplace import MODES, Mode, Posterior, Spectrum
+from exitwise.calibration.calibration import (
+    CalibratedExit,
+    Calibration,
+    Grid,
+    eigendecompositions,
+    ensemble_step,
+    standard_normals,
+)
+from exitwise.calibration.dropout import DropoutMasks
+from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import (
-    chunks,
+    chunk_slices,
     grid_log_true,
+    interpolated_log_mean_softmax,
     log_mean_softmax,
     log_true_softmax,
-    mean_log_probs,
     sample_logits,
 )
-from exitwise.calibration.methods import OURS, SAMPLES, Ensemble, Method, method_named
+from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Ensemble, Method, get_method
 from exitwise.calibration.trace import HeadWeights, Trace
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
@@ -39,20 +46,20 @@ _TIE = 5e-7  # NLPDs that float32 cannot tell apart
 # How far the continuous search may go: beyond, the NLPD is flat or the optimum is at infinity.
 TEMPERATURE_BOUNDS, PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
 
-Search = Literal["grid", "continuous"]
+SearchKind = Literal["grid", "continuous"]
 
 
 def calibrate(
     trace: Trace,
     method: Method | str = OURS,
     *,
-    samples: int = SAMPLES,
+    samples: int = DEFAULT_DRAWS,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: Tensor | None = None,
     temperatures: Sequence[float] = TEMPERATURES,
     prior_vars: Sequence[float] = PRIOR_VARS,
-    search: Search = "grid",
+    search: SearchKind = "grid",
 ) -> Calibration:
     """Calibrate every exit on the trace's validation split.
 
@@ -69,13 +76,13 @@ class Tuner:
     def __init__(
         self,
         trace: Trace,
-        samples: int = SAMPLES,
+        samples: int = DEFAULT_DRAWS,
         seed: int | torch.Generator = 0,
         mode: Mode = "paper",
         draws: Tensor | None = None,
         temperatures: Sequence[float] = TEMPERATURES,
         prior_vars: Sequence[float] = PRIOR_VARS,
-        search: Search = "grid",
+        search: SearchKind = "grid",
     ) -> None:
         if search not in ("grid", "continuous"):
             raise InputError(f"`search` must be 'grid' or 'continuous', but got {search!r}")
@@ -90,11 +97,11 @@ class Tuner:
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
         if mode not in MODES:
             raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
-        self._searched: dict[tuple[int, bool, float | None], SearchedExit] = {}
+        self._searched: dict[tuple[int, bool, float | None], ExitObjective] = {}
 
     @cached_property
-    def _spectra(self) -> list[Spectrum]:
-        return spectra(self.trace, self._mode)
+    def _spectra(self) -> list[CurvatureEigen]:
+        return eigendecompositions(self.trace, self._mode)
 
     @cached_property
     def _uniforms(self) -> list[Tensor]:
@@ -103,14 +110,14 @@ class Tuner:
         return [torch.rand(len(self._draws), width, generator=self._generator) for width in widths]
 
     def calibrate(self, method: Method | str) -> Calibration:
-        method = method_named(method) if isinstance(method, str) else method
+        method = get_method(method) if isinstance(method, str) else method
         if not isinstance(method, Method):
             raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self.trace.costs.values if method.ensemble else None
         searched = [self._exit(k, method) for k in range(self.trace.num_exits)]
-        chain = (_ProductChain if method.ensemble == "poe" else _Chain)(searched, weights)
+        chain = (_PoeSequentialTuning if method.ensemble == "poe" else _SequentialTuning)(searched, weights)
         grids = []
         for k in range(self.trace.num_exits):
             nlpd = chain.nlpd(temperatures, prior_vars)
@@ -123,30 +130,30 @@ class Tuner:
             chain.choose((temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
-            chain = _descend_all(chain, method)
+            chain = _refine_all(chain, method)
         exits = tuple(
-            CalibratedExit(head.single(), *point, self._spectra[k].posterior(point[1]).single(), self._draws)
+            CalibratedExit(head.to_float32(), *point, self._spectra[k].posterior(point[1]).to_float32(), self._draws)
             if method.laplace
-            else CalibratedExit(head.single(), *point, dropout=self._dropout(k, method))
+            else CalibratedExit(head.to_float32(), *point, dropout=self._dropout(k, method))
             for k, (head, point) in enumerate(zip(self.trace.heads, chain.points, strict=True))
         )
         return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
 
-    def _exit(self, k: int, method: Method) -> "SearchedExit":
+    def _exit(self, k: int, method: Method) -> "ExitObjective":
         key = (k, method.laplace, method.dropout)
         if key not in self._searched:
             val = self.trace.val
             spectrum, dropout = self._spectra[k] if method.laplace else None, self._dropout(k, method)
-            self._searched[key] = SearchedExit(
+            self._searched[key] = ExitObjective(
                 self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws, dropout
             )
         return self._searched[key]
 
-    def _dropout(self, k: int, method: Method) -> Dropout | None:
-        return None if method.dropout is None else Dropout(method.dropout, self._uniforms[k] >= method.dropout)
+    def _dropout(self, k: int, method: Method) -> DropoutMasks | None:
+        return None if method.dropout is None else DropoutMasks(method.dropout, self._uniforms[k] >= method.dropout)
 
 
-class SearchedExit:
+class ExitObjective:
     """What one exit says of the validation samples under any temperature and prior variance."""
 
     def __init__(
@@ -154,15 +161,15 @@ class SearchedExit:
         head: HeadWeights,
         features: Tensor,
         labels: Tensor,
-        spectrum: Spectrum | None,
+        spectrum: CurvatureEigen | None,
         draws: Tensor,
-        dropout: Dropout | None,
+        dropout: DropoutMasks | None,
     ) -> None:
         self._head, self._features, self._dropout = head, features, dropout
         features = features.float()
         self._logits = head.logits(features)
         self.labels, self._spectrum, self._draws = labels, spectrum, draws
-        self._squares = spectrum.posterior(PRIOR_VAR).squares(features) if spectrum else None
+        self._squares = spectrum.posterior(PRIOR_VAR).squared_projections(features) if spectrum else None
         self._known: dict[tuple[float, float], Tensor] = {}
 
     def __len__(self) -> int:
@@ -174,15 +181,15 @@ class SearchedExit:
         if missing:
             rows, columns = sorted({t for t, _ in missing}), sorted({v for _, v in missing})
             with torch.no_grad():
-                table = self.compute_true(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
+                table = self.compute_log_true(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
             self._known |= {(t, v): table[i, j] for i, t in enumerate(rows) for j, v in enumerate(columns)}
         return torch.stack([torch.stack([self._known[t, v] for v in prior_vars]) for t in temperatures])
 
-    def compute_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
+    def compute_log_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
         """The same for a part of the samples, differentiable in both."""
         logits, labels = self._logits[part], self.labels[part]
         if self._dropout is not None:
-            sampled = self._dropout.sampled(self._head, self._features[part])
+            sampled = self._dropout.sample_logits(self._head, self._features[part])
             return _true_of_sampled(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
         if self._spectrum is None or self._squares is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)
@@ -191,14 +198,17 @@ class SearchedExit:
         squares = self._squares[part]
         posteriors = [self._spectrum.posterior(var0) for var0 in prior_vars]
         if self._spectrum.mode != "exact":  # naive is a scalar times one matrix too, whatever its sampler does
-            scales = torch.stack([posterior.scale_from(squares) for posterior in posteriors])
+            scales = torch.stack([posterior.scale_from_squares(squares) for posterior in posteriors])
             shifts = torch.stack([self._shifts(posterior) for posterior in posteriors])
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
         columns = []
         for posterior in posteriors:
             sampled = (
-                (chunk, sample_logits(logits[chunk], posterior.scale_from(squares[chunk]), posterior, self._draws))
-                for chunk in chunks(len(logits), self._draws.numel())
+                (
+                    chunk,
+                    sample_logits(logits[chunk], posterior.scale_from_squares(squares[chunk]), posterior, self._draws),
+                )
+                for chunk in chunk_slices(len(logits), self._draws.numel())
             )
             columns.append(_true_of_sampled(sampled, labels, temperatures))
         return torch.stack(columns, dim=1)
@@ -212,10 +222,10 @@ class SearchedExit:
             yield from ((logits / t).log_softmax(dim=1) for t in temperatures)
             return
         posterior = self._spectrum.posterior(prior_var)
-        scale = posterior.scale_from(self._squares[part])
+        scale = posterior.scale_from_squares(self._squares[part])
         if self._spectrum.mode != "exact":
             root, shifts = scale.sqrt(), self._shifts(posterior)
-            yield from (mean_log_probs(logits, root, shifts, t) for t in temperatures)
+            yield from (interpolated_log_mean_softmax(logits, root, shifts, t) for t in temperatures)
             return
         sampled = sample_logits(logits, scale, posterior, self._draws)
         yield from (log_mean_softmax(sampled, t) for t in temperatures)
@@ -225,14 +235,14 @@ class SearchedExit:
         shifts: Tensor = self._draws @ posterior.root.to(self._draws.dtype).T
         return shifts
 
-    def pieces(self) -> list[slice]:
+    def sample_chunks(self) -> list[slice]:
         """Parts of the samples that fit in memory with all their draws, or their gradient.
 
         One, but for `exact` and for dropout, where every logit is drawn.
         """
         n = len(self._logits)
         exact = self._spectrum is not None and self._spectrum.mode == "exact"
-        return list(chunks(n, self._draws.numel())) if exact or self._dropout is not None else [slice(0, n)]
+        return list(chunk_slices(n, self._draws.numel())) if exact or self._dropout is not None else [slice(0, n)]
 
 
 def _true_of_sampled(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, temperatures: Tensor) -> Tensor:
@@ -241,19 +251,19 @@ def _true_of_sampled(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, te
     return torch.cat(rows, dim=1)
 
 
-class _Chain:
+class _SequentialTuning:
     """Points (T, var0) chosen exit by exit, with the NLPD that counts: an exit's own, or its ensemble's."""
 
     kind: ClassVar[Ensemble] = "mie"
 
-    def __init__(self, exits: Sequence[SearchedExit], weights: Sequence[float] | None) -> None:
+    def __init__(self, exits: Sequence[ExitObjective], weights: Sequence[float] | None) -> None:
         self._exits, self._weights = exits, weights
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
         self._said: Tensor | None = None  # log p(true label) (n,) of the ensemble of the exits chosen so far
 
     @property
-    def exit(self) -> SearchedExit:
+    def exit(self) -> ExitObjective:
         """The next one, whose point is open."""
         return self._exits[len(self.points)]
 
@@ -264,7 +274,7 @@ class _Chain:
 
     def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
         """log p(true label) (m,) with the next exit at a point, differentiable."""
-        return self._with(self.exit.compute_true(temperature[None], prior_var[None], part)[0, 0], part)
+        return self._with(self.exit.compute_log_true(temperature[None], prior_var[None], part)[0, 0], part)
 
     def choose(self, point: tuple[float, float], value: float) -> None:
         """Settle the next exit."""
@@ -272,7 +282,7 @@ class _Chain:
         self.points.append(point)
         self.values.append(value)
 
-    def until(self, k: int) -> "_Chain":
+    def prefix(self, k: int) -> "_SequentialTuning":
         """Another one with the first k exits settled in the same way."""
         copy = type(self)(self._exits, self._weights)
         for point, value in zip(self.points[:k], self.values[:k], strict=True):
@@ -286,10 +296,10 @@ class _Chain:
     def _with(self, own: Tensor, part: slice = slice(None)) -> Tensor:
         """What the next exit says joined to what the chain says before."""
         said = None if self._said is None else self._said[part]
-        return ensemble(self.kind, len(self.points), own, said, self._weights)
+        return ensemble_step(self.kind, len(self.points), own, said, self._weights)
 
 
-class _ProductChain(_Chain):
+class _PoeSequentialTuning(_SequentialTuning):
     """The same for a product of experts, which is known by all its classes: (n, c) instead of (n,)."""
 
     kind = "poe"
@@ -297,7 +307,7 @@ class _ProductChain(_Chain):
     def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
         total = np.zeros((len(temperatures), len(prior_vars)))
         with torch.no_grad():
-            for part in self.exit.pieces():
+            for part in self.exit.sample_chunks():
                 for j, prior_var in enumerate(prior_vars):
                     for i, own in enumerate(self.exit.log_probs(temperatures, prior_var, part)):
                         total[i, j] -= float(self._true(own, part).double().sum())
@@ -308,7 +318,7 @@ class _ProductChain(_Chain):
 
     def _own(self, temperature: float, prior_var: float) -> Tensor:
         with torch.no_grad():
-            parts = [next(self.exit.log_probs((temperature,), prior_var, part)) for part in self.exit.pieces()]
+            parts = [next(self.exit.log_probs((temperature,), prior_var, part)) for part in self.exit.sample_chunks()]
         return torch.cat(parts)
 
     def _true(self, own: Tensor, part: slice) -> Tensor:
@@ -316,23 +326,25 @@ class _ProductChain(_Chain):
         return self._with(own, part).gather(1, self.exit.labels[part, None]).squeeze(1)
 
 
-def _descend_all(grid: _Chain, method: Method) -> _Chain:
+def _refine_all(grid: _SequentialTuning, method: Method) -> _SequentialTuning:
     """The grid's chain improved by gradient descent, above the grid's NLPD at no exit.
 
     An exit that is better alone can make the ensemble behind it worse. Where that happens the exits before go back to
     their grid points.
     """
-    chain = grid.until(0)
+    chain = grid.prefix(0)
     for k, start in enumerate(grid.points):
-        point, value = _descend(chain, method, start)
+        point, value = _refine_exit(chain, method, start)
         if value > grid.values[k]:
-            chain = grid.until(k)
-            point, value = _descend(chain, method, start)
+            chain = grid.prefix(k)
+            point, value = _refine_exit(chain, method, start)
         chain.choose(point, value)
     return chain
 
 
-def _descend(chain: _Chain, method: Method, start: tuple[float, float]) -> tuple[tuple[float, float], float]:
+def _refine_exit(
+    chain: _SequentialTuning, method: Method, start: tuple[float, float]
+) -> tuple[tuple[float, float], float]:
     """The best point that L-BFGS finds for the next exit from `start`, and its NLPD; `start` if none is better."""
     bounds = torch.tensor([TEMPERATURE_BOUNDS, PRIOR_BOUNDS], dtype=torch.float64).log()
     low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
@@ -349,7 +361,7 @@ def _descend(chain: _Chain, method: Method, start: tuple[float, float]) -> tuple
     def closure() -> float:
         optimiser.zero_grad()
         total = 0.0
-        for part in chain.exit.pieces():
+        for part in chain.exit.sample_chunks():
             temperature, prior_var = point()
             loss = -chain.log_true(temperature.float(), prior_var, part).double().sum() / len(chain.exit)
             loss.backward()  # type: ignore[no-untyped-call]

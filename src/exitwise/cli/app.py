@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from exitwise.calibration.methods import METHODS, OURS, SAMPLES, VANILLA, method_named
+from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA, get_method
 from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.policies import MethodOption, evaluate, policies
 from exitwise.cli.report import command_line, report
@@ -169,7 +169,7 @@ def calibrate(
     run: RunArgument,
     method: MethodOption = OURS,
     mode: Mode = "paper",
-    samples: Samples = SAMPLES,
+    samples: Samples = DEFAULT_DRAWS,
     seed: Seed = 0,
     search: Search = "grid",
     as_json: Json = False,
@@ -178,7 +178,7 @@ def calibrate(
     from exitwise.cli import tables
     from exitwise.cli.progress import status
 
-    chosen = method_named(method)
+    chosen = get_method(method)
     opened, _, tuner = _open(run, mode, samples, seed, search)
     with status(f"Calibrating by {chosen.name}"):
         made = tuner.calibrate(chosen)
@@ -201,7 +201,7 @@ def ablate(
         list[str] | None, typer.Option(help="A method for one more row, such as 'MC dropout T_opt'; may be repeated.")
     ] = None,
     mode: Mode = "paper",
-    samples: Samples = SAMPLES,
+    samples: Samples = DEFAULT_DRAWS,
     seed: Seed = 0,
     search: Search = "grid",
     as_json: Json = False,
@@ -212,7 +212,7 @@ def ablate(
     from exitwise.cli.progress import status
     from exitwise.evaluation.paper_tables import study
 
-    methods = list(dict.fromkeys([*METHODS, *(method_named(name).name for name in also or [])]))
+    methods = list(dict.fromkeys([*METHODS, *(get_method(name).name for name in also or [])]))
     opened, trace, tuner = _open(run, mode, samples, seed, search)
     with status(f"Calibrating by {len(methods)} methods"):
         found = study(trace, tuner, budget_range, methods)
@@ -231,7 +231,7 @@ def ablate(
 @app.command()
 def cost(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="A model's name.", show_default=False)],
-    samples: Samples = SAMPLES,
+    samples: Samples = DEFAULT_DRAWS,
     num_classes: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     in_channels: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     as_json: Json = False,
@@ -284,7 +284,7 @@ def models(as_json: Json = False) -> None:
 
 
 def _open(
-    run: Path, mode: str = "paper", samples: int = SAMPLES, seed: int = 0, search: str = "grid"
+    run: Path, mode: str = "paper", samples: int = DEFAULT_DRAWS, seed: int = 0, search: str = "grid"
 ) -> "tuple[Run, Trace, Tuner]":
     from exitwise.calibration.tuning import Tuner
     from exitwise.runs.run import Run

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS, VANILLA, method_named
+from exitwise.calibration.methods import OURS, VANILLA, get_method
 from exitwise.cli.train import Json, RunArgument, print_json
 from exitwise.core.errors import InputError
 
@@ -72,7 +72,7 @@ def evaluate(
     from exitwise.runs import collect, policies
     from exitwise.runs.run import Run
 
-    chosen, asked = method_named(method), request(strategy, score, objective, certify, max_loss, risk)
+    chosen, asked = get_method(method), request(strategy, score, objective, certify, max_loss, risk)
     opened = Run(run)
     trace = opened.trace()
     if trace.test is None:
@@ -81,7 +81,7 @@ def evaluate(
     amount = collect.parse_budget(budget, costs)
     asked.check(chosen, costs, amount)
     tuner, found, samples = Tuner(trace), {}, {}
-    for each in dict.fromkeys((method_named(VANILLA), chosen)):
+    for each in dict.fromkeys((get_method(VANILLA), chosen)):
         its = asked if each == chosen else asked.for_baseline(each)
         made = policies.tuned(opened, tuner, each, its.certificate)
         policy = made.policy(costs, amount, its)
@@ -139,7 +139,7 @@ def policies(
     opened = Run(run)
     trace = opened.trace()
     names = list(METHODS) if method == ["all"] else method or [VANILLA, OURS]
-    methods = [method_named(name) for name in names]
+    methods = [get_method(name) for name in names]
     chosen = list(SCORES) if score == ["all"] else score or ["confidence"]
     in_ms = any(text.strip().lower().endswith("ms") for text in budget or [])
     costs = collect.costs_for("ms" if in_ms else "", opened, trace)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS, method_named
+from exitwise.calibration.methods import OURS, get_method
 from exitwise.cli.policies import MethodOption
 from exitwise.cli.train import Json, RunArgument, print_json
 from exitwise.core.errors import InputError
@@ -46,7 +46,7 @@ def report(
     from exitwise.runs import collect
     from exitwise.runs.run import Run
 
-    method_named(method)
+    get_method(method)
     opened = Run(run)
     place = out or run / "report.html"
     if place.is_dir():

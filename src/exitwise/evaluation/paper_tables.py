@@ -10,9 +10,9 @@ import torch
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.laplace import Mode
-from exitwise.calibration.methods import METHODS, OURS, SAMPLES, VANILLA
+from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA
 from exitwise.calibration.trace import Trace
-from exitwise.calibration.tuning import Search, Tuner
+from exitwise.calibration.tuning import SearchKind, Tuner
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
 from exitwise.core.results import Result
@@ -112,11 +112,11 @@ def ablation(
     budget_range: tuple[float, float] | None = None,
     *,
     methods: Iterable[str] = METHODS,
-    samples: int = SAMPLES,
+    samples: int = DEFAULT_DRAWS,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: torch.Tensor | None = None,
-    search: Search = "grid",
+    search: SearchKind = "grid",
 ) -> Table:
     """The ablation by the paper's protocol: tuned and swept on val, the mean of the test curve over the budget range.
 
@@ -131,7 +131,7 @@ def decision_experiment(
     trace: Trace,
     budget_range: tuple[float, float] | None = None,
     *,
-    samples: int = SAMPLES,
+    samples: int = DEFAULT_DRAWS,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: torch.Tensor | None = None,

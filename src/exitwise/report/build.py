@@ -10,7 +10,7 @@ import torch
 
 from exitwise import zoo
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import METHODS, OURS, SAMPLES, VANILLA, Method, method_named
+from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA, Method, get_method
 from exitwise.calibration.overhead import laplace_macs, naive_laplace_macs
 from exitwise.calibration.trace import Split, Trace
 from exitwise.core.costs import Costs
@@ -64,7 +64,7 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
     trace = run.trace()
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to report on")
-    method = method_named(order.method)
+    method = get_method(order.method)
     if method.name == VANILLA:
         raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
     own = known_calibration(run, trace, method)
@@ -216,7 +216,7 @@ def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
     name = trace.preset or run.directory.name
     own = known_calibration(run, trace, method)
     tuner = tuner_like(own, trace)
-    plain = known_calibration(run, trace, method_named(VANILLA)) or tuner.calibrate(VANILLA)
+    plain = known_calibration(run, trace, get_method(VANILLA)) or tuner.calibrate(VANILLA)
     budgets = grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
     curves = []
     for calibration in (plain, own or tuner.calibrate(method)):
@@ -262,7 +262,7 @@ def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any
     if trace.costs.unit != "MACs":
         return []
     c, vanilla = trace.num_classes, list(trace.costs.values)
-    draws = SAMPLES if calibration.draws is None else len(calibration.draws)
+    draws = DEFAULT_DRAWS if calibration.draws is None else len(calibration.draws)
     widths = [head.weight.shape[1] for head in trace.heads]
     bars: dict[str, list[float]] = {"vanilla": vanilla}
     for name, of in (("efficient", laplace_macs), ("naive", naive_laplace_macs)):

@@ -20,7 +20,7 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import write_json
 from exitwise.policies.fit import fit_policy
-from exitwise.calibration.methods import OURS, method_named
+from exitwise.calibration.methods import OURS, get_method
 from exitwise.models.net import MultiExitNet
 from exitwise.runs.policies import Request, certificate_of, tuned
 from exitwise.core.preprocessing import Preprocessing
@@ -60,7 +60,7 @@ def preprocessing_of(run: Run) -> Preprocessing:
 
 def classifier_of(run: Run, choice: Choice) -> Classifier:
     """The run's net, calibrated, with thresholds for a budget, fitted on the validation split."""
-    method = method_named(choice.method or OURS)
+    method = get_method(choice.method or OURS)
     last = run.policy()
     trace = run.trace()
     budget, score, strategy, certificate = choice.budget, choice.score, choice.strategy, choice.certificate
@@ -149,7 +149,7 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
     backends = tuple(dict.fromkeys((*backends, backend)))
     batch_sizes = tuple(sorted({*(trial.batch_sizes or benching.BATCH_SIZES), int(size)}))
     trace = run.trace()
-    calibration = calibration_of(run, Tuner(trace), method_named(trial.method))
+    calibration = calibration_of(run, Tuner(trace), get_method(trial.method))
     net = own_net_of(run, trial.net)
     shape = preprocessing_of(run).shape
     images = torch.randn(max(_IMAGES, *batch_sizes), *shape, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.policies.fit import Fitter, check_request
 from exitwise.core.predictions import NEEDS_DRAWS
-from exitwise.calibration.methods import SAMPLES, Method
+from exitwise.calibration.methods import DEFAULT_DRAWS, Method
 from exitwise.policies.policy import Policy
 from exitwise.core.predictions import Predictions
 from exitwise.runs.run import Run
@@ -108,7 +108,7 @@ def tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
     draws = known.draws if settings.get("seed") is None else None
     return Tuner(
         trace,
-        samples=settings.get("samples", SAMPLES),
+        samples=settings.get("samples", DEFAULT_DRAWS),
         seed=settings.get("seed") or 0,
         mode=known.mode,
         draws=draws,
