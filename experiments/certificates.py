@@ -32,9 +32,9 @@ from results import machine, rounded
 import exitwise as ew
 from exitwise.core.files import write_json
 from exitwise.core.predictions import Predictions
-from exitwise.policies.certify import Row, Seen, cheaper
-from exitwise.policies.fit import Fitter
-from exitwise.policies.scores import scores
+from exitwise.policies.certify import FixedSequenceTest, PolicyOutcomes, nested_cheaper_policies
+from exitwise.policies.fit import PolicyFitter
+from exitwise.policies.scores import exit_scores
 
 HERE = Path(__file__).parent
 METHODS = {"vanilla": "MSDNet (vanilla)", "ours": "MIE Laplace T_opt sigma_opt"}
@@ -79,7 +79,7 @@ class Population:
 def whole(everyone: Population, part: float, strategy: str, draws: int) -> dict[str, Any]:
     """The whole procedure: tune and hold are drawn, thresholds are fitted on the one and certified on the other."""
     budget = part * everyone.values[-1]
-    table = scores(everyone.preds)
+    table = exit_scores(everyone.preds)
     right = everyone.preds.argmax(axis=2) == everyone.labels
     rng = np.random.default_rng(SEED)
     found: dict[str, list[tuple[float, float]]] = {"certified": [], "plain": [], "plain on all": []}
@@ -87,7 +87,7 @@ def whole(everyone: Population, part: float, strategy: str, draws: int) -> dict[
         rows = rng.integers(0, len(everyone.labels), TUNE + HOLD)
         tune, hold = rows[:TUNE], rows[TUNE:]
         made = {"costs": everyone.costs, "budget": budget, "strategy": strategy}
-        fitter = Fitter(everyone.preds[:, tune], everyone.labels[tune], everyone.costs)
+        fitter = PolicyFitter(everyone.preds[:, tune], everyone.labels[tune], everyone.costs)
         held = Predictions.of(everyone.preds[:, hold])
         certified = fitter.certify(ew.Certificate(DELTA), budget, strategy, held, everyone.labels[hold])
         found["certified"].append(everyone.truth(certified, table, right))
@@ -108,22 +108,22 @@ def held_out(
     budget = part * trace.costs.values[-1]
     val, test = calibration.predict(trace.val), calibration.predict(trace.test)
     labels = trace.test.labels.numpy()
-    fitter = Fitter(val, trace.val.labels, trace.costs)
+    fitter = PolicyFitter(val, trace.val.labels, trace.costs)
     strategy = "geometric" if certificate.risk else "auto"
-    policies = cheaper(fitter.fit(budget, strategy), scores(val), trace.costs)
-    tune = Seen.by(policies, val, certificate.risk, val.predicted[-1], trace.val.labels.numpy())
-    everyone = Seen.by(policies, test, certificate.risk, test.predicted[-1], labels)
+    policies = nested_cheaper_policies(fitter.fit(budget, strategy), exit_scores(val), trace.costs)
+    tune = PolicyOutcomes.from_predictions(policies, val, certificate.risk, val.predicted[-1], trace.val.labels.numpy())
+    everyone = PolicyOutcomes.from_predictions(policies, test, certificate.risk, test.predicted[-1], labels)
     right = (test.predicted == labels)[everyone.exits, np.arange(len(labels))]
     costs = np.asarray(trace.costs.values)[everyone.exits]
-    row = Row(policies, tune, HOLD, certificate, trace.costs, sure=True)
+    row = FixedSequenceTest(policies, tune, HOLD, certificate, trace.costs, sure=True)
     rng = np.random.default_rng(SEED)
     chosen, on_the_rest = [], []
     for _ in range(draws):
         with suppress(ew.NotCertifiedError):
-            chosen.append(row.choose(everyone.take(rng.integers(0, len(labels), HOLD)), budget))
+            chosen.append(row.select(everyone.take(rng.integers(0, len(labels), HOLD)), budget))
         order = rng.permutation(len(labels))
         with suppress(ew.NotCertifiedError):
-            number = row.choose(everyone.take(order[:HOLD]), budget)
+            number = row.select(everyone.take(order[:HOLD]), budget)
             on_the_rest.append(costs[number, order[HOLD:]].mean())
     numbers = np.array(chosen, dtype=np.int64)
     true_costs, true_top1 = costs.mean(axis=1), right.mean(axis=1)
@@ -158,11 +158,11 @@ class Synthetic:
         right = rng.uniform(size=(len(self.costs), samples)) < np.array(self.accuracy)[:, None]
         return rng.uniform(size=(len(self.costs), samples)), right
 
-    def seen(self, policies: list[ew.Policy], samples: int, rng: np.random.Generator) -> Seen:
+    def seen(self, policies: list[ew.Policy], samples: int, rng: np.random.Generator) -> PolicyOutcomes:
         table, right = self.draw(samples, rng)
         exits = np.stack([policy.exits_by(table) for policy in policies])
         said = right[exits, np.arange(samples)]
-        return Seen(exits, right[-1].astype(np.int64) - said.astype(np.int64))
+        return PolicyOutcomes(exits, right[-1].astype(np.int64) - said.astype(np.int64))
 
 
 SYNTHETIC = {
@@ -177,7 +177,7 @@ def synthetic(population: Synthetic, samples: int, risk: str | None, draws: int)
     rng = np.random.default_rng(SEED)
     costs = ew.Costs(population.costs)
     table, _ = population.draw(TUNE, rng)
-    policies = cheaper(ew.Policy(population.thresholds, costs=population.costs), table, costs)
+    policies = nested_cheaper_policies(ew.Policy(population.thresholds, costs=population.costs), table, costs)
     shares = np.stack([population.shares(policy.thresholds) for policy in policies])
     true_costs = shares @ np.array(population.costs)
     true_losses = population.accuracy[-1] - shares @ np.array(population.accuracy)
@@ -185,11 +185,11 @@ def synthetic(population: Synthetic, samples: int, risk: str | None, draws: int)
     certificate = (
         ew.Certificate(None, risk, float(true_losses[[0, -1]].mean()), DELTA) if risk else ew.Certificate(DELTA)
     )
-    row = Row(policies, population.seen(policies, TUNE, rng), samples, certificate, costs, sure=True)
+    row = FixedSequenceTest(policies, population.seen(policies, TUNE, rng), samples, certificate, costs, sure=True)
     chosen = []
     for _ in range(draws):
         with suppress(ew.NotCertifiedError):
-            chosen.append(row.choose(population.seen(policies, samples, rng), budget))
+            chosen.append(row.select(population.seen(policies, samples, rng), budget))
     numbers = np.array(chosen, dtype=np.int64)
     if budget is None:
         epsilon = float(certificate.epsilon or 0)

@@ -45,7 +45,7 @@ from exitwise.core.seeds import derive_generator
 from exitwise.data import cifar
 from exitwise.data.batches import Normalize
 from exitwise.data.images import ImageSet
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 HERE = Path(__file__).parent
 FORMAT, VERSION = "exitwise.drift", 1
@@ -91,7 +91,7 @@ class Model:
 
     def said(self, features: Sequence[Tensor], labels: Tensor) -> "Said":
         preds = self.calibration.predict(features)
-        return Said(scores(preds, self.policy.score), preds.predicted == labels.numpy())
+        return Said(exit_scores(preds, self.policy.score), preds.predicted == labels.numpy())
 
     def refitted(self, features: Sequence[Tensor]) -> ew.Policy:
         """Thresholds that meet the budget on these pictures; fitted by labels they would spend less on bad ones."""

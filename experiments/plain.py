@@ -25,7 +25,7 @@ from exitwise.calibration.overhead import cost_table
 from exitwise.core.files import write_json
 from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
 from exitwise.evaluation.evaluate import Outcomes
-from exitwise.policies.fit import Fitter
+from exitwise.policies.fit import PolicyFitter
 from exitwise.runs.run import Run
 
 HERE = Path(__file__).parent
@@ -68,7 +68,7 @@ def costs_of(net: ew.MultiExitNet, shape: tuple[int, ...]) -> dict[str, ew.Costs
 def matched(cal: ew.Calibration, trace: ew.Trace, costs: ew.Costs, goal: float) -> ew.Policy:
     """For the smallest of many budgets that gets the goal on validation samples; if none does, nobody stops early."""
     val, labels = cal.predict(trace.val), trace.val.labels
-    fitter = Fitter(val, labels, costs)
+    fitter = PolicyFitter(val, labels, costs)
     budgets = np.linspace(costs.values[0], costs.values[-1], BUDGETS)
     policies = (fitter.fit(float(budget), "auto") for budget in budgets)
     good = (each for each in policies if ew.evaluate(val, labels=labels, policy=each, costs=costs).top1 >= goal)

@@ -11,7 +11,7 @@ import exitwise as ew
 from exitwise.calibration.laplace import Curvature, CurvatureSum
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core.predictions import ExitPrediction, Predictions
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 
 def features_and_labels(n: int, widths: list[int], classes: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -91,7 +91,7 @@ def without_ties(seed: int, exits: int, samples: int, dtype: str = "float64") ->
 
 def exact(preds: Any, score: str = "confidence") -> np.ndarray:
     """(K, n) scores without what parts equal ones."""
-    return scores(preds, score).astype(np.float32)
+    return exit_scores(preds, score).astype(np.float32)
 
 
 def runtime_exits(policy: ew.Policy, preds: Predictions) -> list[int]:

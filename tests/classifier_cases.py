@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import exitwise as ew
 from exitwise.core.predictions import Predictions
 from exitwise.models.net import preserve_training_mode
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 VANILLA = "MSDNet (vanilla)"
 
@@ -111,7 +111,7 @@ def simulated(net: ew.MultiExitNet, calibration: ew.Calibration, images: Any) ->
 def random_policy(preds: Predictions, seed: int, score: str = "confidence", **more: Any) -> ew.Policy:
     """Thresholds anywhere among the scores; now and then one that nobody passes, or everyone."""
     rng = np.random.default_rng(seed)
-    table = scores(preds, score)
+    table = exit_scores(preds, score)
     drawn = [float(np.quantile(row, rng.uniform())) for row in table[:-1]]
     extreme = [inf if rng.uniform() < 0.5 else -inf for _ in drawn]
     chosen = [other if rng.uniform() < 0.1 else value for value, other in zip(drawn, extreme, strict=True)]
@@ -120,7 +120,7 @@ def random_policy(preds: Predictions, seed: int, score: str = "confidence", **mo
 
 def middle_policy(calibration: ew.Calibration, score: str = "confidence") -> ew.Policy:
     """Half of the tiny net's samples leave at every exit."""
-    table = scores(calibration.predict(_tiny()[1].val), score)
+    table = exit_scores(calibration.predict(_tiny()[1].val), score)
     return ew.Policy((*(float(np.median(row)) for row in table[:-1]), -inf), score)
 
 
@@ -132,7 +132,7 @@ def classifier(method: str = OURS, score: str = "confidence", **options: Any) ->
 
 def clear(policy: ew.Policy, preds: Predictions, near: float = NEAR) -> tuple[np.ndarray, np.ndarray]:
     """Exits (n,) by the simulation, and which samples were nowhere on their way near a threshold."""
-    table = scores(preds, policy.score).astype(np.float64)
+    table = exit_scores(preds, policy.score).astype(np.float64)
     exits = policy.exits(preds)
     on_the_way = np.arange(len(table))[:, None] <= exits
     gap = np.abs(table - np.array(policy.thresholds)[:, None])

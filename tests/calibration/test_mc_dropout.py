@@ -36,7 +36,7 @@ from exitwise.calibration.calibration import CalibratedExit, Calibration
 from exitwise.calibration.methods import DEFAULT_DROPOUT_RATE, DROPOUT_METHODS, POE_METHODS, Method, get_method
 from exitwise.calibration.trace import HeadWeights
 from exitwise.calibration.tuning import TEMPERATURES, Tuner
-from exitwise.policies.scores import SCORES, scores
+from exitwise.policies.scores import SCORES, exit_scores
 from exitwise.runtime.exit_modules import runtime_exits
 
 pytestmark = pytest.mark.numerical
@@ -196,7 +196,7 @@ class TestPrediction:
             of_class = probs[np.arange(25), :, probs.mean(axis=1).argmax(axis=1)]
             assert found.variance[k] == pytest.approx(of_class.var(axis=1), rel=1e-3, abs=1e-8)
         assert float(found.variance.max()) > 0.01
-        assert (scores(found, "variance") <= 0).all()
+        assert (exit_scores(found, "variance") <= 0).all()
 
     def test_one_mask_that_drops_nothing_is_the_plain_net(self) -> None:
         trace = random_trace(n=40)

@@ -31,7 +31,7 @@ from exitwise.calibration.calibration import Calibration, ensemble_step
 from exitwise.calibration.laplace import MODES, Mode
 from exitwise.calibration.methods import POE_METHODS, get_method
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 from exitwise.runtime.exit_modules import runtime_exits
 
 pytestmark = pytest.mark.numerical
@@ -291,7 +291,7 @@ class TestNoVariance:
         trace = random_trace(n=40)
         preds = ew.calibrate(trace, name, samples=4).predict(trace.val)
         assert preds.variance is None
-        refused(lambda: scores(preds, "variance"), "'variance' needs draws", "without product of experts")
+        refused(lambda: exit_scores(preds, "variance"), "'variance' needs draws", "without product of experts")
 
     def test_a_classifier_refuses_a_policy_on_it(self) -> None:
         policy = ew.Policy((-0.1, -0.1, -inf), "variance")

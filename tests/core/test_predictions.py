@@ -11,7 +11,7 @@ from oracles import random_probs
 import exitwise as ew
 from exitwise.core import predictions
 from exitwise.core.predictions import ExitPrediction, Predictions
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -143,7 +143,7 @@ def test_small_predictions_are_computed_once(small: Source) -> None:
         assert small.preds.log_probs.numpy() == pytest.approx(np.log(small.said))
         assert small.preds.predicted.tolist() == small.said.argmax(axis=2).tolist()
         assert len(list(small.preds.exits(variance=True))) == 3
-        scores(small.preds, "entropy")
+        exit_scores(small.preds, "entropy")
     assert small.made == [0, 1, 2]
 
 
@@ -159,7 +159,7 @@ def test_large_predictions_are_computed_in_order_when_their_turn_comes(large: So
 
 
 def test_only_the_exit_at_hand_of_large_predictions_is_held(large: Source) -> None:
-    scores(large.preds, "entropy")
+    exit_scores(large.preds, "entropy")
     ew.evaluate(large.preds, labels=[0, 1, 2, 3], policy=ew.Policy((0.5, 0.5, -np.inf)), costs=[1, 2, 3])
     assert len(large.made) > 3
     assert max(large.held) <= 1  # the one that is let go when the next has come
@@ -195,9 +195,9 @@ def test_what_is_often_asked_of_large_ones_is_noted_on_a_whole_walk(large: Sourc
     assert large.preds.predicted.tolist() == large.said.argmax(axis=2).tolist()
     assert large.made == [0, 0, 1, 2]
     for score in ("confidence", "entropy"):
-        assert scores(large.preds, score).tolist() == scores(small.said, score).tolist()
+        assert exit_scores(large.preds, score).tolist() == exit_scores(small.said, score).tolist()
     assert large.made == [0, 0, 1, 2]
-    assert scores(large.preds, "margin").tolist() == scores(small.said, "margin").tolist()
+    assert exit_scores(large.preds, "margin").tolist() == exit_scores(small.said, "margin").tolist()
 
 
 def test_variance_is_of_the_predicted_class_and_given_when_asked_for(small: Source) -> None:
@@ -239,7 +239,7 @@ def test_some_of_the_samples(samples: Any, kind: str, request: pytest.FixtureReq
     assert [exit.variance.tolist() for exit in part.exits(variance=True)] == part.variance.tolist()  # type: ignore[union-attr]
     if said.shape[1]:
         for score in ("confidence", "variance", "patience"):
-            assert scores(part, score).tolist() == scores(source.preds, score)[:, rows].tolist()
+            assert exit_scores(part, score).tolist() == exit_scores(source.preds, score)[:, rows].tolist()
 
 
 def test_some_of_some_of_the_samples() -> None:

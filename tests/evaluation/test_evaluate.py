@@ -16,7 +16,7 @@ from oracles import adaptive_calibration_error, evaluate_one_by_one, first_exit_
 import exitwise as ew
 from exitwise.core.predictions import ExitPrediction, Predictions
 from exitwise.evaluation.evaluate import Metrics
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -54,7 +54,7 @@ class TestEvaluate:
     ) -> None:
         probs = random_probs(seed, exits, samples, classes, kind)
         labels = random_labels(seed, samples, classes)
-        table = scores(probs, score)
+        table = exit_scores(probs, score)
         reached = st.sampled_from([inf, -inf, *table.ravel().tolist()])
         policy = ew.Policy((*data.draw(st.lists(reached, min_size=exits - 1, max_size=exits - 1)), -inf), score)
         result = ew.evaluate(probs, labels=labels, policy=policy, costs=COSTS[:exits])
@@ -110,7 +110,7 @@ class TestEvaluate:
             lambda: (ExitPrediction.from_probs(exit) for exit in other),
             lambda predicted: other.min(axis=2),
         )
-        policy = ew.Policy((*np.quantile(scores(decider, score), [0.7, 0.5]), -inf), score)
+        policy = ew.Policy((*np.quantile(exit_scores(decider, score), [0.7, 0.5]), -inf), score)
         result = ew.evaluate(probs, labels=labels, policy=policy, costs=COSTS[:3], decide_with=decider)
         taken = policy.exits(decider).tolist()
         assert set(taken) == {0, 1, 2}

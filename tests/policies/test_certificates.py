@@ -14,10 +14,10 @@ from oracles import random_probs
 
 import exitwise as ew
 from exitwise.core.predictions import Predictions
-from exitwise.policies.certificate import Bound, samples_needed, tightest
-from exitwise.policies.certify import Row, Seen, cheaper
-from exitwise.policies.fit import Fitter
-from exitwise.policies.scores import scores
+from exitwise.policies.certificate import MeanUpperBound, samples_needed, tightest
+from exitwise.policies.certify import FixedSequenceTest, PolicyOutcomes, nested_cheaper_policies
+from exitwise.policies.fit import PolicyFitter
+from exitwise.policies.scores import exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -30,11 +30,14 @@ def too_many(failures: int, trials: int, delta: float) -> bool:
 
 
 class TestBounds:
-    @pytest.mark.parametrize("bound", [Bound(), Bound(0.1), Bound(0.5), Bound(3.0), Bound(100.0)])
+    @pytest.mark.parametrize(
+        "bound",
+        [MeanUpperBound(), MeanUpperBound(0.1), MeanUpperBound(0.5), MeanUpperBound(3.0), MeanUpperBound(100.0)],
+    )
     @pytest.mark.parametrize("shares", [(0.25, 0.25, 0.25, 0.25), (0.9, 0.0, 0.0, 0.1), (0.0, 0.5, 0.5, 0.0)])
     @pytest.mark.parametrize("samples", [5, 60, 1000])
     def test_the_limit_is_below_the_mean_no_more_often_than_it_may_be(
-        self, bound: Bound, shares: tuple[float, ...], samples: int
+        self, bound: MeanUpperBound, shares: tuple[float, ...], samples: int
     ) -> None:
         rng = np.random.default_rng(samples)
         mean, delta, trials = float(VALUES @ shares), 0.1, 1500
@@ -55,19 +58,19 @@ class TestBounds:
                 entropy = (mean * log(mean / share) if mean else 0) + (1 - mean) * log((1 - mean) / (1 - share))
                 bentkus = np.e * scipy.stats.binom.cdf(right, samples, share)
                 expected = min(1.0, np.exp(-samples * entropy), bentkus)
-            assert Bound().p_value(VALUES, counts, share) == pytest.approx(expected, rel=1e-9)
+            assert MeanUpperBound().p_value(VALUES, counts, share) == pytest.approx(expected, rel=1e-9)
 
     def test_betting_is_a_product_over_samples(self) -> None:
         rng = np.random.default_rng(0)
         drawn = rng.choice(VALUES, size=200, p=(0.4, 0.3, 0.2, 0.1))
         counts = np.array([(drawn == value).sum() for value in VALUES])
         wealth = np.prod(1 + 0.3 * (0.4 - drawn))
-        assert Bound(0.3).p_value(VALUES, counts, 0.4) == pytest.approx(min(1, 1 / wealth))
+        assert MeanUpperBound(0.3).p_value(VALUES, counts, 0.4) == pytest.approx(min(1, 1 / wealth))
 
     @given(st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(any), st.sampled_from([None, 0.2, 2.0]))
     @settings(max_examples=60, deadline=None)
     def test_the_upper_limit_is_where_the_test_turns(self, counts: list[int], stake: float | None) -> None:
-        bound, seen = Bound(stake), np.array(counts)
+        bound, seen = MeanUpperBound(stake), np.array(counts)
         limit = bound.upper_limit(VALUES, seen, 0.05)
         assert bound.p_value(VALUES, seen, limit) <= 0.05
         assert float(VALUES @ seen) / seen.sum() <= limit <= 1
@@ -137,17 +140,17 @@ class TestCertified:
         """The hold-out samples are drawn 400 times; what a policy costs on average is known from 200,000."""
         costs, budget, delta = ew.Costs((1.0, 3.0, 9.0)), 4.0, 0.1
         tune, tune_labels = population(0, 800)
-        fitter = Fitter(tune, tune_labels, costs)
-        table = scores(tune)
-        policies = cheaper(fitter.fit(budget, "geometric"), table, costs)
+        fitter = PolicyFitter(tune, tune_labels, costs)
+        table = exit_scores(tune)
+        policies = nested_cheaper_policies(fitter.fit(budget, "geometric"), table, costs)
         everyone, everyone_labels = population(1, 200_000)
         preds = Predictions.of(everyone)
-        truth = Seen.by(policies, preds, None, preds.predicted[-1], everyone_labels)
+        truth = PolicyOutcomes.from_predictions(policies, preds, None, preds.predicted[-1], everyone_labels)
         true_costs = np.asarray(costs.values)[truth.exits].mean(axis=1)
-        seen = Seen.by(policies, Predictions.of(tune), None, tune_labels, tune_labels)
-        row = Row(policies, seen, 500, ew.Certificate(delta), costs, sure=True)
+        seen = PolicyOutcomes.from_predictions(policies, Predictions.of(tune), None, tune_labels, tune_labels)
+        row = FixedSequenceTest(policies, seen, 500, ew.Certificate(delta), costs, sure=True)
         rng = np.random.default_rng(2)
-        chosen = [row.choose(truth.take(rng.integers(0, 200_000, 500)), budget) for _ in range(400)]
+        chosen = [row.select(truth.take(rng.integers(0, 200_000, 500)), budget) for _ in range(400)]
         assert not too_many(int((true_costs[chosen] > budget).sum()), 400, delta)
         assert 0.9 * budget < true_costs[chosen].mean() < budget  # and it is not bought by spending next to nothing
 
@@ -156,18 +159,18 @@ class TestCertified:
     def test_no_more_is_lost_than_allowed(self, risk: str) -> None:
         costs, epsilon, delta = ew.Costs((1.0, 3.0, 9.0)), 0.05, 0.1
         tune, tune_labels = population(0, 800)
-        fitter = Fitter(tune, tune_labels, costs)
+        fitter = PolicyFitter(tune, tune_labels, costs)
         policies = [fitter.fit(float(budget), "geometric") for budget in np.linspace(1, 9, 60)]
         everyone, labels = population(1, 100_000)
         preds = Predictions.of(everyone)
-        truth = Seen.by(policies, preds, risk, preds.predicted[-1], labels)
+        truth = PolicyOutcomes.from_predictions(policies, preds, risk, preds.predicted[-1], labels)
         assert truth.losses is not None
         true_losses = truth.losses.mean(axis=1)
         tuned = Predictions.of(tune)
-        seen = Seen.by(policies, tuned, risk, tuned.predicted[-1], tune_labels)
-        row = Row(policies, seen, 1000, ew.Certificate(None, risk, epsilon, delta), costs, sure=True)
+        seen = PolicyOutcomes.from_predictions(policies, tuned, risk, tuned.predicted[-1], tune_labels)
+        row = FixedSequenceTest(policies, seen, 1000, ew.Certificate(None, risk, epsilon, delta), costs, sure=True)
         rng = np.random.default_rng(2)
-        chosen = [row.choose(truth.take(rng.integers(0, 100_000, 1000)), None) for _ in range(400)]
+        chosen = [row.select(truth.take(rng.integers(0, 100_000, 1000)), None) for _ in range(400)]
         assert not too_many(int((true_losses[chosen] > epsilon).sum()), 400, delta)
         assert np.mean(chosen) < 55  # it does save something
 
@@ -176,13 +179,13 @@ class TestCertified:
         costs = ew.Costs((1.0, 3.0, 9.0))
         tune, labels = population(0, 500)
         hold, hold_labels = population(1, 700)
-        fitter = Fitter(tune, labels, costs)
-        policies = cheaper(fitter.fit(4.0, "geometric"), scores(tune), costs)
-        seen = Seen.by(policies, Predictions.of(tune), None, labels, labels)
-        held = Seen.by(policies, Predictions.of(hold), None, hold_labels, hold_labels)
-        row = Row(policies, seen, 700, ew.Certificate(0.05), costs, sure=True)
-        chosen = row.choose(held, 4.0)
-        holds = [row.holds("cost", number, held, 4.0) for number in range(len(policies))]
+        fitter = PolicyFitter(tune, labels, costs)
+        policies = nested_cheaper_policies(fitter.fit(4.0, "geometric"), exit_scores(tune), costs)
+        seen = PolicyOutcomes.from_predictions(policies, Predictions.of(tune), None, labels, labels)
+        held = PolicyOutcomes.from_predictions(policies, Predictions.of(hold), None, hold_labels, hold_labels)
+        row = FixedSequenceTest(policies, seen, 700, ew.Certificate(0.05), costs, sure=True)
+        chosen = row.select(held, 4.0)
+        holds = [row.passes("cost", number, held, 4.0) for number in range(len(policies))]
         assert all(holds[: chosen + 1])
         assert not holds[chosen + 1]
         assert 0 < chosen < len(policies) - 1
@@ -191,9 +194,9 @@ class TestCertified:
         tune, labels = population(0, 300)
         costs = ew.Costs((1.0, 3.0, 9.0))
         for score in ("confidence", "margin", "entropy", "patience"):
-            table = scores(tune, score)
-            fitted = Fitter(tune, labels, costs, score=score).fit(6.0, "geometric")
-            exits = [policy.exits_by(table) for policy in cheaper(fitted, table, costs)]
+            table = exit_scores(tune, score)
+            fitted = PolicyFitter(tune, labels, costs, score=score).fit(6.0, "geometric")
+            exits = [policy.exits_by(table) for policy in nested_cheaper_policies(fitted, table, costs)]
             assert set(exits[0]) == {0}
             assert exits[-1].tolist() == fitted.exits_by(table).tolist()
             for less, more in pairwise(exits):

@@ -14,7 +14,7 @@ from oracles import random_probs
 
 import exitwise as ew
 from exitwise.core.predictions import ExitPrediction, Predictions
-from exitwise.policies.scores import SCORES, scores
+from exitwise.policies.scores import SCORES, exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -68,7 +68,7 @@ class TestShifted:
 
     @pytest.mark.parametrize("score", sorted(SCORES.keys() - {"patience"}))
     def test_doubt_is_scaled(self, score: str) -> None:
-        certain = SCORES[score].certain
+        certain = SCORES[score].full_certainty
         policy = ew.Policy((certain - 0.2, inf, -inf), score, cost=1.0, q=2.0)
         assert policy.shifted(log(2)).thresholds == (pytest.approx(certain - 0.1, abs=1e-6), inf, -inf)
         assert policy.shifted(-log(3)).thresholds == (pytest.approx(certain - 0.6, abs=1e-6), inf, -inf)
@@ -254,7 +254,7 @@ def test_the_slope_is_that_of_the_cost() -> None:
 def test_scores_of_a_table_are_what_update_takes() -> None:
     probs = random_probs(0, 4, 50, 5)
     policy = ew.fit_policy(probs, costs=COSTS, budget=3)
-    table, exits = scores(probs), policy.exits(probs)
+    table, exits = exit_scores(probs), policy.exits(probs)
     controller = ew.BudgetController(policy)
     controller.update(exits, table[exits, np.arange(50)])
     assert controller.mean_cost == pytest.approx(policy.cost)

@@ -14,8 +14,8 @@ from oracles import best_of_all_cuts, first_exit_reached, random_probs
 
 import exitwise as ew
 from exitwise.core.predictions import Predictions
-from exitwise.policies.cutoff_search import Search
-from exitwise.policies.scores import SCORES, scores
+from exitwise.policies.cutoff_search import CutoffSearch
+from exitwise.policies.scores import SCORES, exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -31,7 +31,7 @@ class TestGeometric:
         costs = COSTS[:exits]
         budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
         policy = ew.fit_policy(preds, costs=costs, budget=budget, score=score)
-        taken = first_exit_reached(scores(preds, score).tolist(), policy.thresholds)
+        taken = first_exit_reached(exit_scores(preds, score).tolist(), policy.thresholds)
         assert policy.exits(preds).tolist() == taken
         assert policy.cost == pytest.approx(fmean(costs[k] for k in taken))
         assert policy.cost <= budget
@@ -210,8 +210,8 @@ class TestOptimized:
         labels = np.random.default_rng(seed).integers(0, 2, samples)
         costs = np.array(COSTS[:exits])
         budget = float(costs[0] + part * (costs[-1] - costs[0]))
-        best = best_of_all_cuts(scores(probs), (probs.argmax(axis=2) == labels).astype(float), costs, budget)
-        search = Search(scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
+        best = best_of_all_cuts(exit_scores(probs), (probs.argmax(axis=2) == labels).astype(float), costs, budget)
+        search = CutoffSearch(exit_scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
         assert best - search.mean("labels", search.cuts("labels", budget)) <= 1 / samples + 1e-9
 
     def test_knows_that_deeper_can_be_worse(self) -> None:

@@ -17,7 +17,7 @@ from oracles import agreements, first_exit_reached, public_counts, public_rule, 
 import exitwise as ew
 from exitwise.core.predictions import ExitPrediction, Predictions
 from exitwise.policies.cutoff_search import geometric_shares
-from exitwise.policies.scores import SCORES, scores, split_ties
+from exitwise.policies.scores import SCORES, break_ties, exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -33,17 +33,17 @@ class TestScores:
         probs = of_confidence([[0.5, 0.6, 0.9, 0.99, 1.0]])
         variance = np.array([[0.2, 0.1, 0.05, 0.01, 0.0]])
         preds = Predictions(probs.shape, lambda: iter([ExitPrediction.from_probs(probs[0])]), lambda _: variance)
-        found = scores(preds, score)[0]
+        found = exit_scores(preds, score)[0]
         assert (np.diff(found) > 0).all()
-        assert found[-1] == pytest.approx(SCORES[score].certain)
+        assert found[-1] == pytest.approx(SCORES[score].full_certainty)
 
     def test_each_is_what_its_name_says(self) -> None:
         preds = with_draws(0, 3, 20, "ties")
         probs = preds.probs.numpy()
         assert exact(preds).tolist() == probs.max(axis=2).tolist()
-        assert scores(preds, "entropy") == pytest.approx(-scipy.stats.entropy(probs, axis=2), rel=1e-6)
+        assert exit_scores(preds, "entropy") == pytest.approx(-scipy.stats.entropy(probs, axis=2), rel=1e-6)
         assert preds.variance is not None
-        assert scores(preds, "variance") == pytest.approx(-preds.variance, rel=1e-6)
+        assert exit_scores(preds, "variance") == pytest.approx(-preds.variance, rel=1e-6)
         ordered = np.sort(probs, axis=2)
         assert exact(preds, "margin").tolist() == (ordered[..., -1] - ordered[..., -2]).tolist()
 
@@ -56,7 +56,7 @@ class TestScores:
     def test_one_class_has_the_full_margin(self) -> None:
         assert exact(np.ones((2, 3, 1)), "margin").tolist() == [[1.0] * 3] * 2
 
-    @pytest.mark.parametrize("use", [scores, lambda p, score: ew.sweep(p, costs=COSTS[:3], score=score)])
+    @pytest.mark.parametrize("use", [exit_scores, lambda p, score: ew.sweep(p, costs=COSTS[:3], score=score)])
     def test_variance_needs_draws(self, use: Any) -> None:
         with pytest.raises(ew.InputError, match="'variance' needs draws"):
             use(random_probs(0, 3, 5, 4), "variance")
@@ -64,7 +64,7 @@ class TestScores:
     @pytest.mark.parametrize(
         "use",
         [
-            lambda preds: scores(preds, "charm"),
+            lambda preds: exit_scores(preds, "charm"),
             lambda preds: ew.sweep(preds, costs=COSTS[:3], score="charm"),
             lambda preds: ew.fit_policy(preds, costs=COSTS[:3], budget=2, score="charm"),
             lambda preds: ew.Policy((0.5, 0.5, -inf), score="charm"),
@@ -83,8 +83,8 @@ class TestTies:
         """Rounding to float32 gives the score itself back, and no order of different scores changes."""
         preds = with_draws(seed, 2, samples, kind)
         memory = None
-        for table, said in zip(scores(preds, score), preds.exits(variance=True), strict=True):
-            plain, memory = SCORES[score].of(said, memory)
+        for table, said in zip(exit_scores(preds, score), preds.exits(variance=True), strict=True):
+            plain, memory = SCORES[score].compute(said, memory)
             plain = plain.astype(np.float32)
             assert table.astype(np.float32).tolist() == plain.tolist()
             assert (table >= plain).all()
@@ -97,13 +97,13 @@ class TestTies:
     def test_any_score_is_given_back_by_rounding(self, value: float) -> None:
         for sign in (1, -1):
             probs = random_probs(0, 1, 200, 5)[0]
-            parted = split_ties(np.full(200, sign * value, dtype=np.float32), probs)
+            parted = break_ties(np.full(200, sign * value, dtype=np.float32), probs)
             assert (parted.astype(np.float32) == np.float32(sign * value)).all()
 
     @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 0.5, -0.25, 1e-30, -3.0, 1.4e-45, 2.0, 7.9e-31, 2.2e-38])
     def test_equal_scores_are_parted_evenly(self, value: float) -> None:
         probs = random_probs(0, 1, 4000, 5)[0]
-        parted = split_ties(np.full(4000, value, dtype=np.float32), probs)
+        parted = break_ties(np.full(4000, value, dtype=np.float32), probs)
         assert len(set(parted.tolist())) > 3990
         assert (parted.astype(np.float32) == np.float32(value)).all()
         step = parted.max() - parted.min()
@@ -113,23 +113,23 @@ class TestTies:
     def test_it_hangs_on_the_probabilities_and_on_nothing_else(self) -> None:
         probs = random_probs(3, 1, 50, 7, "float32")[0]
         score = np.full(50, 0.5, dtype=np.float32)
-        parted = split_ties(score, probs)
+        parted = break_ties(score, probs)
         order = np.random.default_rng(0).permutation(50)
-        assert split_ties(score, probs[order]).tolist() == parted[order].tolist()
-        assert split_ties(score, probs.astype(np.float64)).tolist() == parted.tolist()
-        assert split_ties(score, np.asfortranarray(probs)).tolist() == parted.tolist()
-        assert (split_ties(score, probs[:, ::-1]) != parted).all()
+        assert break_ties(score, probs[order]).tolist() == parted[order].tolist()
+        assert break_ties(score, probs.astype(np.float64)).tolist() == parted.tolist()
+        assert break_ties(score, np.asfortranarray(probs)).tolist() == parted.tolist()
+        assert (break_ties(score, probs[:, ::-1]) != parted).all()
 
     def test_another_arithmetic_gives_the_same_hash_nearly_always(self) -> None:
         probs = random_probs(0, 1, 5000, 100)[0]
         noise = 1 + 1e-6 * np.random.default_rng(0).uniform(-1, 1, probs.shape)
         score = np.full(5000, 0.5, dtype=np.float32)
-        assert (split_ties(score, probs) == split_ties(score, probs * noise)).mean() > 0.995
+        assert (break_ties(score, probs) == break_ties(score, probs * noise)).mean() > 0.995
 
     def test_it_never_changes(self) -> None:
         """Thresholds in files rely on it."""
         probs = np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]], dtype=np.float32)
-        bits = (split_ties(np.ones(3, dtype=np.float32), probs) - 1) * 2.0**51
+        bits = (break_ties(np.ones(3, dtype=np.float32), probs) - 1) * 2.0**51
         assert bits.tolist() == [63022468.0, 13845312.0, 17373668.0]
 
 
@@ -148,7 +148,7 @@ class TestExits:
         thresholds = tuple(float(table.dtype.type(value)) for value in thresholds)
         policy = ew.Policy(thresholds, score)
         assert policy.exits(preds).tolist() == first_exit_reached(table.tolist(), thresholds)
-        assert policy.exits_by(scores(preds, score)).tolist() == policy.exits(preds).tolist()
+        assert policy.exits_by(exit_scores(preds, score)).tolist() == policy.exits(preds).tolist()
         assert runtime_exits(policy, preds) == policy.exits(preds).tolist()
 
     def test_tensors_and_arrays_take_the_same_exits(self) -> None:

@@ -11,7 +11,7 @@ from cases import COSTS, with_draws
 from oracles import evaluate_one_by_one, random_probs
 
 import exitwise as ew
-from exitwise.policies.policy import Fit
+from exitwise.policies.policy import PolicyFit
 from exitwise.policies.scores import SCORES
 
 pytestmark = pytest.mark.numerical
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.numerical
 class TestGap:
     def test_is_what_is_lost_on_other_samples(self) -> None:
         """Accuracy falls, NLPD grows."""
-        fit = Fit("geometric", 10, "accuracy", True, value=0.8, held_out=0.7)
+        fit = PolicyFit("geometric", 10, "accuracy", True, value=0.8, held_out=0.7)
         assert fit.gap == pytest.approx(0.1)
         assert replace(fit, value=0.7, held_out=0.8).gap == pytest.approx(-0.1)
         assert replace(fit, objective="nlpd").gap == pytest.approx(-0.1)
@@ -60,7 +60,7 @@ class TestGap:
 
         What the best of several got on samples held out is itself a little too good, as they chose it.
         """
-        fits: dict[str, list[Fit]] = {"geometric": [], "optimized": []}
+        fits: dict[str, list[PolicyFit]] = {"geometric": [], "optimized": []}
         for seed in range(40):
             probs = random_probs(seed, 3, 50, 4)
             labels = np.random.default_rng(seed + 500).integers(0, 4, 50)

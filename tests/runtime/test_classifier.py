@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise.calibration.methods import DROPOUT_METHODS, POE_METHODS
-from exitwise.policies.scores import SCORES, scores
+from exitwise.policies.scores import SCORES, exit_scores
 
 pytestmark = pytest.mark.numerical
 
@@ -375,7 +375,7 @@ class TestRefused:
         net = small_net()
         net.stages[1] = Explosive()
         clf, images = own_classifier(net, (6,))
-        half = float(np.median(scores(simulated(net, clf.calibration, images))[0]))
+        half = float(np.median(exit_scores(simulated(net, clf.calibration, images))[0]))
         clf = ew.Classifier(net, clf.calibration, ew.Policy((half, inf, -inf)), costs=(1, 2, 3))
         survivors = (clf(images).exits > 0).nonzero()[:, 0]
         heights = net.stages[0](images[survivors]).detach().amax(dim=1)
@@ -442,7 +442,7 @@ class TestOptimized:
         net, calibration = zoo()
         images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(5))
         preds = simulated(net, calibration, images)
-        table = scores(preds)
+        table = exit_scores(preds)
         policy = ew.Policy((*(float(np.quantile(row, 0.6)) for row in table[:-1]), -inf))
         before = copy.deepcopy(net.state_dict())
         plain = ew.Classifier(net, calibration, policy)
@@ -474,7 +474,7 @@ class TestOptimized:
         calibration = ew.calibrate(trace, OURS, samples=10)
         images = pictures(20, shape, 5, 3)[0]
         preds = simulated(net, calibration, images)
-        policy = ew.Policy((*(float(np.median(row)) for row in scores(preds)[:-1]), -inf))
+        policy = ew.Policy((*(float(np.median(row)) for row in exit_scores(preds)[:-1]), -inf))
         clf = ew.Classifier(net, calibration, policy).optimize()
         assert norms(net) > 0
         assert norms(clf.net) < norms(net)

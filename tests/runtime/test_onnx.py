@@ -36,7 +36,7 @@ from paths import ROOT
 from torch import Tensor, nn
 
 import exitwise as ew
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 from exitwise.runtime import export as exporting
 from exitwise.runtime.bundle import OPSET, Input, Manifest, opset_of
 from exitwise.runtime.onnx import Session
@@ -72,7 +72,7 @@ def colour_net() -> tuple[ew.MultiExitNet, ew.Trace]:
 def colour_classifier(method: str, mode: Any = "paper", score: str = "confidence", **options: Any) -> ew.Classifier:
     net, trace = colour_net()
     calibration = ew.calibrate(trace, method, samples=20, mode=mode)
-    half = float(np.median(scores(calibration.predict(trace.val), score)[0]))
+    half = float(np.median(exit_scores(calibration.predict(trace.val), score)[0]))
     return ew.Classifier(net, calibration, ew.Policy((half, -inf), score), preprocessing=COLOURS, **options)
 
 
@@ -517,7 +517,7 @@ class TestSession:
         images = colours(65)
         preds = simulated(clf.net, clf.calibration, images)
         for score in ("entropy", "confidence"):  # the graphs serve both
-            policy = ew.Policy((float(np.quantile(scores(preds, score)[0], 0.8)), -inf), score)
+            policy = ew.Policy((float(np.quantile(exit_scores(preds, score)[0], 0.8)), -inf), score)
             said = Session(path, threads=1, policy=policy)(images.numpy())
             assert_as_simulated(policy, preds, said.exits, said.probs, CLOSE)
             assert 5 < (said.exits == 0).sum() < 30

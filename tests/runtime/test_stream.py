@@ -474,7 +474,7 @@ def by_hand(clf: Any, controller: ew.BudgetController, images: Tensor, batch_siz
         said = clf(batch)
         exits += said.exits.tolist()
         probs.append(np.asarray(said.probs))
-        known = controller.fitted.score == "confidence"
+        known = controller.base_policy.score == "confidence"
         controller.update(said.exits, np.asarray(said.probs).max(axis=1) if known else None)
     return exits, np.concatenate(probs)
 
@@ -515,8 +515,8 @@ class TestController:
         assert np.stack([np.asarray(answer.probs) for answer in answers]) == pytest.approx(probs, abs=1e-6)
         assert controller.state == mine.state
         assert controller.state.samples == 160
-        assert clf.policy is controller.fitted  # the classifier itself is left as it was
-        assert controller.policy.thresholds != controller.fitted.thresholds
+        assert clf.policy is controller.base_policy  # the classifier itself is left as it was
+        assert controller.policy.thresholds != controller.base_policy.thresholds
 
     def test_images_that_are_none_change_nothing_for_the_others(self) -> None:
         clf, controller = steered()
@@ -608,7 +608,7 @@ class TestController:
     )
     def test_a_controller_for_something_else_is_refused(self, change: dict[str, Any], words: str) -> None:
         clf, controller = steered()
-        other = ew.BudgetController(replace(controller.fitted, **change))
+        other = ew.BudgetController(replace(controller.base_policy, **change))
 
         def images() -> Iterator[Tensor]:
             raise AssertionError("it was asked for")

@@ -15,7 +15,7 @@ from exitwise.core.costs import Costs, format_cost, format_percent
 from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
-from exitwise.policies.policy import Fit, Policy
+from exitwise.policies.policy import Policy, PolicyFit
 from exitwise.runs.compare import PUBLIC, PolicyTable
 from exitwise.runtime.bench import FULL as FULL_NET
 from exitwise.runtime.bench import VANILLA as VANILLA_NET
@@ -291,7 +291,7 @@ def fitted(policy: Policy) -> str:
     return "\n" + " ".join(said) if said else ""
 
 
-def _drop(fit: Fit) -> str:
+def _drop(fit: PolicyFit) -> str:
     gap = fit.gap or 0.0
     if fit.objective == "nlpd":
         return f"their NLPD is {abs(gap):.4f} {'higher' if gap > 0 else 'lower'}"

@@ -14,7 +14,7 @@ from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.core.results import Result
 from exitwise.evaluation import metrics
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 TOP = 5
 
@@ -190,5 +190,5 @@ def budget_curve(
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
-        points.append(outcomes.evaluation(policy.exits_by(scores(decider, policy.score)), costs))
+        points.append(outcomes.evaluation(policy.exits_by(exit_scores(decider, policy.score)), costs))
     return BudgetCurve(tuple(points))

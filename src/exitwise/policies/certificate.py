@@ -101,7 +101,7 @@ class NotCertifiedError(InputError):
 
 
 @dataclass(frozen=True)
-class Bound:
+class MeanUpperBound:
     """How the mean of values in [0, 1] is bounded from above.
 
     With a `stake` by betting: whoever claims that the mean is above m gives fair odds to someone who bets the same
@@ -135,12 +135,14 @@ class Bound:
         return high
 
 
-def tightest(values: Array, counts: Array, samples: int, delta: float) -> Bound:
+def tightest(values: Array, counts: Array, samples: int, delta: float) -> MeanUpperBound:
     """The bound that would be tightest for so many samples like these, which must not be those that it is used on."""
     shares = counts / counts.sum()
     variance = float(shares @ (values - shares @ values) ** 2)
     stake = float(np.sqrt(2 * log(1 / delta) / (samples * max(variance, 1 / samples))))
-    return min(Bound(stake), Bound(), key=lambda bound: bound.upper_limit(values, shares * samples, delta))
+    return min(
+        MeanUpperBound(stake), MeanUpperBound(), key=lambda bound: bound.upper_limit(values, shares * samples, delta)
+    )
 
 
 def samples_needed(values: Array, counts: Array, limit: float, delta: float) -> int | None:

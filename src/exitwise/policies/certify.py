@@ -11,14 +11,21 @@ import numpy as np
 
 from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array, Predictions
-from exitwise.policies.certificate import Bound, Certificate, Guarantee, NotCertifiedError, samples_needed, tightest
+from exitwise.policies.certificate import (
+    Certificate,
+    Guarantee,
+    MeanUpperBound,
+    NotCertifiedError,
+    samples_needed,
+    tightest,
+)
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 
 _SHIFTS = -0.003 * (1.1 ** np.arange(60) - 1) / 0.1  # 0 to about -8: near the budget it matters which of them holds
 
 
-def cheaper(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
+def nested_cheaper_policies(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
     """The policy and ever cheaper ones, the cheapest first; costs are those on samples with these scores (K, n).
 
     They are nested: whom one lets go at an exit, a cheaper one has let go there or before.
@@ -29,18 +36,18 @@ def cheaper(policy: Policy, scores: Array, costs: Costs) -> list[Policy]:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class PolicyOutcomes:
     """What samples say of the policies of a row: the exits (J, n) that they take, and what is lost (J, n) if asked."""
 
     exits: Array
     losses: Array | None = None  # whole numbers from -1 to 1
 
     @classmethod
-    def by(
+    def from_predictions(
         cls, policies: Sequence[Policy], preds: Predictions, risk: str | None, full: Array, labels: Array | None
-    ) -> "Seen":
+    ) -> "PolicyOutcomes":
         """`full` (n,) is what the full net says, the word that losses are measured against."""
-        table = scores(preds, policies[0].score)
+        table = exit_scores(preds, policies[0].score)
         exits = np.stack([policy.exits_by(table) for policy in policies])
         said = preds.predicted[exits, np.arange(exits.shape[1])]
         if risk == "disagreement":
@@ -49,15 +56,21 @@ class Seen:
             return cls(exits, (full == labels).astype(np.int64) - (said == labels).astype(np.int64))
         return cls(exits)
 
-    def take(self, samples: Array) -> "Seen":
-        return Seen(self.exits[:, samples], None if self.losses is None else self.losses[:, samples])
+    def take(self, samples: Array) -> "PolicyOutcomes":
+        return PolicyOutcomes(self.exits[:, samples], None if self.losses is None else self.losses[:, samples])
 
 
-class Row:
+class FixedSequenceTest:
     """Policies, the cheapest first, with a test for each, made on samples that their thresholds were fitted on."""
 
     def __init__(
-        self, policies: Sequence[Policy], tune: Seen, samples: int, certificate: Certificate, costs: Costs, sure: bool
+        self,
+        policies: Sequence[Policy],
+        tune: PolicyOutcomes,
+        samples: int,
+        certificate: Certificate,
+        costs: Costs,
+        sure: bool,
     ) -> None:
         """The tests are for `samples` others. `sure` if losses are measured against the last exit itself."""
         self.policies, self._certificate, self._sure = policies, certificate, sure
@@ -68,7 +81,7 @@ class Row:
         self._values = {"cost": np.asarray(costs.values), "loss": np.array([least, 0.0, 1.0])}
         self._ends = {"cost": (low, high if high > low else low + 1.0), "loss": (least, 1.0)}
         self.deltas = dict(zip(("cost", "loss"), certificate.deltas, strict=True))
-        self._bounds: dict[tuple[str, int], Bound] = {}
+        self._bounds: dict[tuple[str, int], MeanUpperBound] = {}
         for what, delta in self.deltas.items():
             for number in range(len(policies) if delta else 0):
                 counts = self._counts(what, number, tune)
@@ -86,7 +99,7 @@ class Row:
         low, high = self._ends[what]
         return low + value * (high - low)
 
-    def _counts(self, what: str, number: int, seen: Seen) -> Array:
+    def _counts(self, what: str, number: int, seen: PolicyOutcomes) -> Array:
         """How often each value occurs under a policy."""
         if what == "cost":
             return np.bincount(seen.exits[number], minlength=len(self._values["cost"]))
@@ -105,38 +118,38 @@ class Row:
             return not thresholds or thresholds[0] == -np.inf
         return self._sure and all(each == np.inf for each in thresholds)
 
-    def holds(self, what: str, number: int, hold: Seen, budget: float | None) -> bool:
+    def passes(self, what: str, number: int, hold: PolicyOutcomes, budget: float | None) -> bool:
         """Whether the samples held out refute that the policy costs, or loses, too much."""
         if self._trivial(what, number):
             return True
         bound, counts = self._bounds[what, number], self._counts(what, number, hold)
         return bound.p_value(self._scaled(what), counts, self._limit(what, budget)) <= self._delta(what)
 
-    def last(self, what: str, order: Sequence[int], hold: Seen, budget: float | None) -> int | None:
+    def last_passing(self, what: str, order: Sequence[int], hold: PolicyOutcomes, budget: float | None) -> int | None:
         """The last number of an order, fixed before, up to which every test holds; None if the first fails."""
         found = None
         for number in order:
-            if not self.holds(what, number, hold, budget):
+            if not self.passes(what, number, hold, budget):
                 break
             found = number
         return found
 
-    def choose(self, hold: Seen, budget: float | None) -> int:
+    def select(self, hold: PolicyOutcomes, budget: float | None) -> int:
         """The dearest policy that holds to everything; without a budget the cheapest."""
         top = dearest = len(self.policies) - 1
         if self._delta("cost") and budget is not None:
-            found = self.last("cost", range(len(self.policies)), hold, budget)
+            found = self.last_passing("cost", range(len(self.policies)), hold, budget)
             if found is None or (found == 0 and not self._trivial("cost", dearest)):
                 raise NotCertifiedError(self._only_the_first_exit(hold, budget))
             top = found
         if not self._delta("loss"):
             return top
-        cheapest = self.last("loss", range(dearest, -1, -1), hold, None)
+        cheapest = self.last_passing("loss", range(dearest, -1, -1), hold, None)
         if cheapest is None or cheapest > top:
             raise NotCertifiedError(self._too_much_lost(dearest if cheapest is None else top, hold))
         return cheapest if budget is None else top
 
-    def _only_the_first_exit(self, hold: Seen, budget: float) -> str:
+    def _only_the_first_exit(self, hold: PolicyOutcomes, budget: float) -> str:
         """What to say where no policy that lets anyone go on can be certified: how many samples would do, for what."""
         said = f"a mean cost of at most {budget:.6g} cannot be certified on {hold.exits.shape[1]:,} samples held out"
         values, limit = self._scaled("cost"), self._limit("cost", budget)
@@ -148,7 +161,7 @@ class Row:
                 return f"{said}; about {needed:,} would do for a policy that costs {100 * cost / budget:.0f} % of that"
         return f"{said}; ask for a larger budget, or give more samples"
 
-    def _too_much_lost(self, number: int, hold: Seen) -> str:
+    def _too_much_lost(self, number: int, hold: PolicyOutcomes) -> str:
         """What to say where a policy's loss cannot be certified: what was seen, and what sample size would do."""
         values, counts, certificate = self._scaled("loss"), self._counts("loss", number, hold), self._certificate
         seen = self._unscaled("loss", float(values @ counts / counts.sum()))
@@ -159,7 +172,7 @@ class Row:
         claim = f"a loss in {certificate.risk} of at most {100 * (certificate.epsilon or 0):.4g} %"
         return f"{claim} cannot be certified: on {counts.sum():,} samples held out it is {100 * seen:.2f} %; {advice}"
 
-    def guarantee(self, number: int, hold: Seen, budget: float | None, seed: int | None) -> Guarantee:
+    def guarantee(self, number: int, hold: PolicyOutcomes, budget: float | None, seed: int | None) -> Guarantee:
         """What is guaranteed of a policy, with the limits that the samples held out would bear."""
         limits: dict[str, float | None] = {"cost": None, "loss": None}
         for what in limits:
@@ -184,10 +197,10 @@ class Row:
         )
 
 
-def certified(
+def select_certified(
     policies: Sequence[Policy],
-    tune: Seen,
-    hold: Seen,
+    tune: PolicyOutcomes,
+    hold: PolicyOutcomes,
     certificate: Certificate,
     costs: Costs,
     budget: float | None,
@@ -195,8 +208,8 @@ def certified(
     seed: int | None = None,
 ) -> Policy:
     """Of policies, cheapest first, the one that is certified on samples held out."""
-    row = Row(policies, tune, hold.exits.shape[1], certificate, costs, sure)
-    number = row.choose(hold, budget)
+    row = FixedSequenceTest(policies, tune, hold.exits.shape[1], certificate, costs, sure)
+    number = row.select(hold, budget)
     chosen = policies[number]
     asked = chosen.budget if budget is None else float(budget)
     return replace(chosen, budget=asked, guarantee=row.guarantee(number, hold, budget, seed))

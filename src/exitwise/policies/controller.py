@@ -16,8 +16,8 @@ from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.controller", 1
 
-_FARTHEST = 4.0  # doubt counts 55 times as much, or as little: beyond that nearly nothing changes any more
-_NEAR = 0.25  # shifts within which who has just left is counted, to see how steeply the cost grows
+_MAX_SHIFT = 4.0  # doubt counts 55 times as much, or as little: beyond that nearly nothing changes any more
+_SLOPE_PROBE = 0.25  # shifts within which who has just left is counted, to see how steeply the cost grows
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class BudgetController:
         Costs(policy.costs, policy.unit).check_budget(budget)
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
             raise InputError(f"`horizon` must be a whole number of at least 1, but got {horizon!r}")
-        if not is_number(step) or not 0 < step < _FARTHEST:
-            raise InputError(f"`step` must be a number between 0 and {_FARTHEST:g}, but got {step!r}")
-        self.fitted, self.budget = policy, float(budget or 0.0)
+        if not is_number(step) or not 0 < step < _MAX_SHIFT:
+            raise InputError(f"`step` must be a number between 0 and {_MAX_SHIFT:g}, but got {step!r}")
+        self.base_policy, self.budget = policy, float(budget or 0.0)
         self.horizon, self.step = horizon, float(step)
         self.state = BudgetState(shift=0.0, slope=self._usual_slope)
 
     @property
     def policy(self) -> Policy:
         """For the next batch."""
-        return self.fitted.shifted(self.state.shift)
+        return self.base_policy.shifted(self.state.shift)
 
     @property
     def mean_cost(self) -> float:
@@ -84,7 +84,7 @@ class BudgetController:
     def update(self, exits: Any, scores: Any = None) -> Policy:
         """Learn from a batch: exits (n,), and scores (n,) at those exits, in any order. The policy for the next one."""
         taken = to_array("exits", exits)
-        last = len(self.fitted.thresholds) - 1
+        last = len(self.base_policy.thresholds) - 1
         if taken.shape == (0,):
             return self.policy
         if taken.ndim != 1 or not np.issubdtype(taken.dtype, np.integer):
@@ -101,7 +101,7 @@ class BudgetController:
 
     def _move(self, taken: Array) -> None:
         state, n = self.state, len(taken)
-        paid = float(np.asarray(self.fitted.costs)[taken].sum())
+        paid = float(np.asarray(self.base_policy.costs)[taken].sum())
         over = paid / n - self.budget
         horizon = max(self.horizon, 10 * n)
         keep = exp(-n / horizon)
@@ -110,7 +110,7 @@ class BudgetController:
         trust = n / (n + horizon / 10)
         wanted = -(trust * over + (1 - trust) * debt / horizon)
         move = min(max(wanted / state.slope, -self.step), self.step)
-        shift = min(max(state.shift + move, -_FARTHEST), self._most)
+        shift = min(max(state.shift + move, -_MAX_SHIFT), self._most)
         at_its_end = shift == state.shift and move != 0
         self.state = BudgetState(
             shift, state.slope, state.debt if at_its_end else debt, state.samples + n, state.spent + paid
@@ -119,22 +119,22 @@ class BudgetController:
     @property
     def _most(self) -> float:
         """How careful the policy may become."""
-        made = self.fitted
+        made = self.base_policy
         saves = made.cost is not None and made.budget is not None and made.cost < 0.98 * made.budget
-        return 0.0 if saves else _FARTHEST
+        return 0.0 if saves else _MAX_SHIFT
 
     @property
     def _usual_slope(self) -> float:
         """What the cost grows by per unit of shift, where nothing is known: half of the way to the last exit."""
-        costs = self.fitted.costs or (0.0, 1.0)
+        costs = self.base_policy.costs or (0.0, 1.0)
         return (costs[-1] - costs[0]) / 2 or 1.0
 
     def _learn_slope(self, taken: Array, scores: Array) -> None:
         """Who left with a score just above the threshold would have gone on, had the policy been more careful."""
-        costs = np.asarray(self.fitted.costs)
+        costs = np.asarray(self.base_policy.costs)
         ahead = np.append(np.diff(costs), 0.0)  # at least to the next exit
-        nearly = scores < np.asarray(self.policy.shifted(_NEAR).thresholds)[taken]
-        slope = float((ahead[taken] * nearly).mean()) / _NEAR
+        nearly = scores < np.asarray(self.policy.shifted(_SLOPE_PROBE).thresholds)[taken]
+        slope = float((ahead[taken] * nearly).mean()) / _SLOPE_PROBE
         keep = exp(-len(taken) / self.horizon)
         mixed = keep * self.state.slope + (1 - keep) * slope
         self.state = replace(self.state, slope=max(mixed, self._usual_slope / 8))
@@ -142,7 +142,7 @@ class BudgetController:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data for JSON."""
         return {
-            "policy": self.fitted.to_dict(),
+            "policy": self.base_policy.to_dict(),
             "budget": self.budget,
             "horizon": self.horizon,
             "step": self.step,
@@ -177,6 +177,6 @@ class BudgetController:
 
     def __repr__(self) -> str:
         return (
-            f"BudgetController(budget {self.budget:.4g} {self.fitted.unit}, mean cost {self.mean_cost:.4g} of "
+            f"BudgetController(budget {self.budget:.4g} {self.base_policy.unit}, mean cost {self.mean_cost:.4g} of "
             f"{self.state.samples} samples, shift {self.state.shift:+.3f})"
         )

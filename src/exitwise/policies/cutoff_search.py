@@ -5,16 +5,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from exitwise.core.predictions import Array
-from exitwise.policies.cutoffs import Ranking
+from exitwise.policies.cutoffs import ScoreRanking
 
 
-class Search:
+class CutoffSearch:
     """Cuts for budgets on some samples: scores (K, n), costs (K,), and values (K, n) by name."""
 
     def __init__(self, table: Array, costs: Array, values: Mapping[str, Array]) -> None:
-        self._ranking, self._costs, self._values = Ranking(table), costs, dict(values)
+        self._ranking, self._costs, self._values = ScoreRanking(table), costs, dict(values)
         if "labels" in values:
-            self._values["smoothed"] = smoothed(table, values["labels"])
+            self._values["smoothed"] = smooth_along_score(table, values["labels"])
         self._all = np.arange(table.shape[1])
         self._family: dict[float, tuple[Array, float]] = {}
         self._geometric: dict[float, tuple[Array, float]] = {}
@@ -31,16 +31,16 @@ class Search:
     def cuts(self, name: str, budget: float) -> Array:
         """By the paper's family, or the best for a value."""
         if name not in self._values:
-            return self._meeting(budget)[0]
+            return self._geometric_for_budget(budget)[0]
         if (name, budget) not in self._found:
             self._found[name, budget] = self._best(name, budget)
         return self._found[name, budget]
 
     def q(self, budget: float) -> float:
         """Of the paper's family at a budget."""
-        return float(np.exp(self._meeting(budget)[1]))
+        return float(np.exp(self._geometric_for_budget(budget)[1]))
 
-    def _meeting(self, budget: float) -> tuple[Array, float]:
+    def _geometric_for_budget(self, budget: float) -> tuple[Array, float]:
         """Cuts of the paper's family with the largest cost up to the budget, and log q."""
         if budget in self._geometric:
             return self._geometric[budget]
@@ -48,39 +48,39 @@ class Search:
         best = below
         most = budget * (1 + 1e-12)  # the mean of equal costs may round to more than each of them
         one = (self._costs[-1] - self._costs[0]) / self._ranking.samples  # nothing smaller than a sample can move
-        if self._member(above)[1] <= most:
+        if self._geometric_for_q(above)[1] <= most:
             best, above = above, below
-        while abs(above - below) > 1e-13 and not 0 <= most - self._member(best)[1] < one:
+        while abs(above - below) > 1e-13 and not 0 <= most - self._geometric_for_q(best)[1] < one:
             middle = (below + above) / 2
-            cost = self._member(middle)[1]
+            cost = self._geometric_for_q(middle)[1]
             if cost > most:
                 above = middle
                 continue
             below = middle
-            best = middle if cost >= self._member(best)[1] else best
-        self._geometric[budget] = (self._member(best)[0], best)
+            best = middle if cost >= self._geometric_for_q(best)[1] else best
+        self._geometric[budget] = (self._geometric_for_q(best)[0], best)
         return self._geometric[budget]
 
-    def _member(self, log_q: float) -> tuple[Array, float]:
+    def _geometric_for_q(self, log_q: float) -> tuple[Array, float]:
         """Cuts of the paper's family and their mean cost, remembered: budgets share the first halvings."""
         if log_q not in self._family:
             shares = geometric_shares(float(np.exp(log_q)), len(self._costs))
             counts = np.floor(self._ranking.samples * shares + 1e-9)  # a share of 1/4 is a quarter, however it rounds
-            cuts = self._ranking.by_counts(counts)
+            cuts = self._ranking.cutoffs_for_counts(counts)
             self._family[log_q] = (cuts, float(self._costs[self._ranking.exits(cuts)].mean()))
         return self._family[log_q]
 
     def _best(self, name: str, budget: float) -> Array:
         """The best that is found within the budget, from the paper's family and from solutions at a price per cost."""
-        within = [(value, cuts) for cuts, cost, value in self._path(name) if cost <= budget * (1 + 1e-12)]
+        within = [(value, cuts) for cuts, cost, value in self._lagrangian_path(name) if cost <= budget * (1 + 1e-12)]
         starts = [cuts for _, cuts in sorted(within, key=lambda pair: -pair[0])[:2]]
         ends = [
-            self._ranking.ascend_within(self._values[name], self._costs, budget, start)
-            for start in (*starts, self._meeting(budget)[0])
+            self._ranking.coordinate_ascent_within(self._values[name], self._costs, budget, start)
+            for start in (*starts, self._geometric_for_budget(budget)[0])
         ]
         return max(ends, key=lambda cuts: self.mean(name, cuts))
 
-    def _path(self, name: str) -> list[tuple[Array, float, float]]:
+    def _lagrangian_path(self, name: str) -> list[tuple[Array, float, float]]:
         """Cuts, cost and value of the best that is found at every price of a falling, then growing row of prices."""
         if name not in self._paths:
             values = self._values[name]
@@ -90,7 +90,7 @@ class Search:
             for row, start in ((prices, self._ranking.samples), (prices[::-1], 0)):
                 cuts = np.full(len(values) - 1, start)
                 for each in row:
-                    cuts = self._ranking.ascend(values - each * self._costs[:, None], cuts)
+                    cuts = self._ranking.coordinate_ascent(values - each * self._costs[:, None], cuts)
                     found.append(cuts)
             distinct = {cuts.tobytes(): cuts for cuts in found}.values()
             exits = [self._ranking.exits(cuts) for cuts in distinct]
@@ -108,7 +108,7 @@ def geometric_shares(q: float, exits: int) -> Array:
     return np.asarray(powers / powers.sum())
 
 
-def smoothed(table: Array, values: Array) -> Array:
+def smooth_along_score(table: Array, values: Array) -> Array:
     """(K, n) values as a function of each exit's own score: means of neighbours, linear between them.
 
     What is true of one sample is mostly chance, and thresholds that follow it do not hold for others.

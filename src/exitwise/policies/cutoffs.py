@@ -13,7 +13,7 @@ _SWEEPS = 10  # of a search over all exits; nearly all end after three
 
 
 @dataclass(frozen=True, eq=False)
-class Ranking:
+class ScoreRanking:
     """Samples in the order of their scores (K, n) at every exit but the last, which takes everyone.
 
     Cuts (K - 1,) say how many of all samples, the most certain first, an exit would let go; those who have left before
@@ -35,7 +35,7 @@ class Ranking:
         return rank
 
     @cached_property
-    def ends(self) -> Array:
+    def valid_cutoffs(self) -> Array:
         """(K - 1, n + 1) whether a cut may lie there."""
         ordered = np.take_along_axis(self.scores[:-1], self.order, axis=1)
         ends = np.ones((len(ordered), self.samples + 1), dtype=bool)
@@ -46,7 +46,7 @@ class Ranking:
     def samples(self) -> int:
         return int(self.scores.shape[1])
 
-    def leave(self, cuts: Array) -> Array:
+    def exit_mask(self, cuts: Array) -> Array:
         """(K, n) whether an exit lets a sample go that comes as far."""
         leave = np.ones(self.scores.shape, dtype=bool)
         np.less(self.rank, cuts[:, None], out=leave[:-1])
@@ -54,9 +54,9 @@ class Ranking:
 
     def exits(self, cuts: Array) -> Array:
         """(n,) the exit that each sample takes."""
-        return np.asarray(self.leave(cuts).argmax(axis=0))
+        return np.asarray(self.exit_mask(cuts).argmax(axis=0))
 
-    def by_counts(self, counts: Array) -> Array:
+    def cutoffs_for_counts(self, counts: Array) -> Array:
         """Cuts that let `counts` (K,) samples leave at each exit, or nobody where fewer are left."""
         cuts = np.zeros(len(self.scores) - 1, dtype=np.int64)
         here = np.ones(self.samples, dtype=bool)
@@ -64,14 +64,16 @@ class Ranking:
         for k, count in enumerate(counts[:-1].astype(np.int64).tolist()):
             if 0 < count <= left:
                 place = np.flatnonzero(here[self.order[k]])[count - 1] + 1
-                cuts[k] = place + self.ends[k, place:].argmax()  # who cannot be parted from the last leaves too
+                cuts[k] = (
+                    place + self.valid_cutoffs[k, place:].argmax()
+                )  # who cannot be parted from the last leaves too
                 here[self.order[k, : cuts[k]]] = False
                 left = int(np.count_nonzero(here))
         return cuts
 
     def thresholds(self, cuts: Array) -> tuple[float, ...]:
         """The same as thresholds, midway between those who leave and those who go on."""
-        leave = self.leave(cuts)
+        leave = self.exit_mask(cuts)
         here = np.ones(self.samples, dtype=bool)
         found = []
         for row, gone in zip(self.scores[:-1], leave[:-1], strict=True):
@@ -83,13 +85,13 @@ class Ranking:
             here &= ~gone
         return (*found, -inf)
 
-    def ascend(self, values: Array, cuts: Array) -> Array:
+    def coordinate_ascent(self, values: Array, cuts: Array) -> Array:
         """Cuts of which none can be moved, the others as they are, to a larger sum of values (K, n) at the exits."""
         cuts = cuts.copy()
         for _ in range(_SWEEPS):
             before = cuts.copy()
             for k, (sums,) in self._gains([values], cuts):
-                sums[~self.ends[k]] = -inf
+                sums[~self.valid_cutoffs[k]] = -inf
                 best = int(sums.argmax())
                 if sums[best] > sums[cuts[k]] + 1e-9:
                     cuts[k] = best
@@ -97,7 +99,7 @@ class Ranking:
                 break
         return cuts
 
-    def ascend_within(self, values: Array, costs: Array, budget: float, cuts: Array) -> Array:
+    def coordinate_ascent_within(self, values: Array, costs: Array, budget: float, cuts: Array) -> Array:
         """The same among cuts of a mean cost of at most `budget`, from `cuts` that are; of equals the cheapest."""
         cuts = cuts.copy()
         spent = costs[self.exits(cuts)].sum()
@@ -107,7 +109,7 @@ class Ranking:
             before = cuts.copy()
             for k, (sums, paid) in self._gains(both, cuts):
                 now, paid_now = sums[cuts[k]], paid[cuts[k]]
-                sums[~self.ends[k] | (spent + paid - paid_now > most)] = -inf
+                sums[~self.valid_cutoffs[k] | (spent + paid - paid_now > most)] = -inf
                 equal = np.flatnonzero(sums >= sums.max() - 1e-9)
                 best = equal[paid[equal].argmin()]
                 if sums[best] > now + 1e-9 or paid[best] < paid_now - 1e-12 * most:
@@ -122,7 +124,7 @@ class Ranking:
 
         For every one of the values (K, n). Cuts may be changed on the way: exits before see the change.
         """
-        leave = self.leave(cuts)
+        leave = self.exit_mask(cuts)
         here = np.ones_like(leave)  # who comes as far
         for k in range(1, len(leave)):
             np.logical_and(here[k - 1], ~leave[k - 1], out=here[k])

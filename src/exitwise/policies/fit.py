@@ -12,10 +12,10 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, Predictions, check_labels, log_true
 from exitwise.policies.certificate import Certificate
-from exitwise.policies.certify import Seen, certified, cheaper
-from exitwise.policies.cutoff_search import Search
-from exitwise.policies.policy import OBJECTIVES, Fit, Policy, costs_of
-from exitwise.policies.scores import check_score, scores
+from exitwise.policies.certify import PolicyOutcomes, nested_cheaper_policies, select_certified
+from exitwise.policies.cutoff_search import CutoffSearch
+from exitwise.policies.policy import OBJECTIVES, Policy, PolicyFit, check_costs
+from exitwise.policies.scores import check_score, exit_scores
 
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
 FOLDS = 5
@@ -66,7 +66,7 @@ def fit_policy(
     if certify is None:
         if hold is not None or hold_labels is not None or against is not None:
             raise InputError("`hold`, `hold_labels` and `against` are for a certificate: give `certify`")
-        return Fitter(preds, labels, costs, score=score, objective=objective).fit(budget, strategy)
+        return PolicyFitter(preds, labels, costs, score=score, objective=objective).fit(budget, strategy)
     if not isinstance(certify, Certificate):
         raise InputError(f"`certify` must be a Certificate, but got {certify!r}")
     seed, reference = None, None
@@ -74,7 +74,7 @@ def fit_policy(
     if hold is None:
         if hold_labels is not None:
             raise InputError("`hold_labels` need their predictions: give `hold`")
-        rest, held = split(preds.shape[1], certify.hold, certify.seed)
+        rest, held = split_held_out(preds.shape[1], certify.hold, certify.seed)
         seed = certify.seed
         if against is not None:
             whole = _of_samples(against, preds.shape[1])
@@ -83,7 +83,7 @@ def fit_policy(
             known = check_labels(labels, preds.shape[1], preds.shape[2])
             labels, hold_labels = known[rest], known[held]
         hold, preds = preds.take(held), preds.take(rest)
-    fitter = Fitter(preds, labels, costs, score=score, objective=objective)
+    fitter = PolicyFitter(preds, labels, costs, score=score, objective=objective)
     return fitter.certify(certify, budget, strategy, Predictions.of(hold), hold_labels, against, reference, seed)
 
 
@@ -110,11 +110,11 @@ def fit_policies(
     """
     if not isinstance(budgets, Iterable):
         raise InputError(f"`budgets` must be several budgets, but got {budgets!r}")
-    fitter = Fitter(preds, labels, costs, score=score, objective=objective)
+    fitter = PolicyFitter(preds, labels, costs, score=score, objective=objective)
     return [fitter.fit(budget, strategy) for budget in budgets]
 
 
-def split(samples: int, share: float, seed: int) -> tuple[Array, Array]:
+def split_held_out(samples: int, share: float, seed: int) -> tuple[Array, Array]:
     """Positions to tune on and, a share of all, to hold out; each in their order."""
     held = round(samples * share)
     if not 0 < held < samples:
@@ -123,7 +123,7 @@ def split(samples: int, share: float, seed: int) -> tuple[Array, Array]:
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-def check_request(
+def check_fit_arguments(
     costs: Costs | Sequence[float], budget: Any, strategy: str, score: str, objective: str = "accuracy"
 ) -> None:
     """Refuse what `fit_policy` cannot fulfil, before anything is computed for it."""
@@ -134,7 +134,7 @@ def check_request(
     Costs.of(costs).check_budget(budget)
 
 
-class Fitter:
+class PolicyFitter:
     """Policies on one set of predictions, for any budget and by any strategy."""
 
     def __init__(
@@ -149,17 +149,17 @@ class Fitter:
         check_score(score)
         preds = Predictions.of(preds)
         exits, samples, classes = preds.shape
-        self.costs = costs_of(costs, exits)
-        check_request(self.costs, self.costs.values[0], "auto", score, objective)
+        self.costs = check_costs(costs, exits)
+        check_fit_arguments(self.costs, self.costs.values[0], "auto", score, objective)
         if samples < exits:
             raise InputError(f"`preds` must have at least as many samples as exits, {exits}, but has {samples}")
         self.score, self.objective = score, objective
-        self._preds, self._table = preds, scores(preds, score)
+        self._preds, self._table = preds, exit_scores(preds, score)
         self._values = {"expected": _expected(preds, objective)}
         self._labels = None if labels is None else check_labels(labels, samples, classes)
         if self._labels is not None:
             self._values["labels"] = _true(preds, self._labels, objective)
-        self._whole = Search(self._table, np.asarray(self.costs.values), self._values)
+        self._whole = CutoffSearch(self._table, np.asarray(self.costs.values), self._values)
         self._held: dict[tuple[float, str], Array] = {}
         self._all = np.arange(samples)
 
@@ -205,13 +205,13 @@ class Fitter:
             low, high = self.costs.values[0], self.costs.values[-1]
             policies = [self.fit(float(each), strategy) for each in np.linspace(low, high, _BUDGETS)]
         else:
-            policies = cheaper(self.fit(budget, strategy), self._table, self.costs)
-        tune = Seen.by(policies, self._preds, certificate.risk, tune_full, self._labels)
-        held = Seen.by(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
-        made = certified(policies, tune, held, certificate, self.costs, budget, against is None, seed)
+            policies = nested_cheaper_policies(self.fit(budget, strategy), self._table, self.costs)
+        tune = PolicyOutcomes.from_predictions(policies, self._preds, certificate.risk, tune_full, self._labels)
+        held = PolicyOutcomes.from_predictions(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
+        made = select_certified(policies, tune, held, certificate, self.costs, budget, against is None, seed)
         return replace(made, fit=self._fit_of(made, policies[-1].fit))
 
-    def _fit_of(self, policy: Policy, fit: Fit | None) -> Fit | None:
+    def _fit_of(self, policy: Policy, fit: PolicyFit | None) -> PolicyFit | None:
         """The fit of the policy that a cheaper one was made from, with what is true of the cheaper one."""
         if fit is None or policy.fit is fit:
             return fit
@@ -220,7 +220,7 @@ class Fitter:
         return replace(fit, value=value if self.objective == "accuracy" else -value, held_out=None)
 
     def fit(self, budget: float | None, strategy: str = "auto") -> Policy:
-        check_request(self.costs, budget, strategy, self.score, self.objective)
+        check_fit_arguments(self.costs, budget, strategy, self.score, self.objective)
         labelled = "labels" in self._values
         if strategy == "optimized" and not labelled:
             raise InputError("`labels` are needed for the strategy 'optimized': 'label_free' does without")
@@ -236,15 +236,15 @@ class Fitter:
         values = {name: self._whole.mean(judge, found) for name, found in cuts.items()}
         if "geometric" in values:  # what is below it on its own data is not asked any further
             values = {name: value for name, value in values.items() if value >= values["geometric"] - 1e-12}
-        held = {name: self._held_out(name, budget) for name in values} if self._folds else {}
+        held = {name: self._cross_fitted_exits(name, budget) for name in values} if self._folds else {}
         held_values = {name: self._values[judge][exits, self._all] for name, exits in held.items()}
-        best = self._best(held, held_values) if held else max(values, key=lambda name: values[name])
+        best = self._select_strategy(held, held_values) if held else max(values, key=lambda name: values[name])
         sign = 1 if self.objective == "accuracy" else -1
         portfolio: dict[str, float] = {}
         for name, each in held_values.items():
             known = portfolio.get(_SOURCES.get(name, name), -inf)
             portfolio[_SOURCES.get(name, name)] = max(known, float(each.mean()))
-        fit = Fit(
+        fit = PolicyFit(
             chosen=_SOURCES.get(best, best),
             samples=self._table.shape[1],
             objective=self.objective,
@@ -261,7 +261,7 @@ class Fitter:
         return replace(policy, cost=min(policy.cost or 0.0, budget))  # which it exceeds by rounding at most
 
     @cached_property
-    def _folds(self) -> list[tuple["Search", Array]]:
+    def _folds(self) -> list[tuple["CutoffSearch", Array]]:
         """Searches on all samples but those of one fold, and that fold's samples; none where they would be too few."""
         exits, samples = self._table.shape
         number = min(FOLDS, samples // max(exits, 2))
@@ -272,11 +272,11 @@ class Fitter:
         for fold in range(number):
             rest = np.flatnonzero(fold_of != fold)
             values = {name: value[:, rest] for name, value in self._values.items()}
-            search = Search(self._table[:, rest], np.asarray(self.costs.values), values)
+            search = CutoffSearch(self._table[:, rest], np.asarray(self.costs.values), values)
             folds.append((search, np.flatnonzero(fold_of == fold)))
         return folds
 
-    def _held_out(self, name: str, budget: float) -> Array:
+    def _cross_fitted_exits(self, name: str, budget: float) -> Array:
         """(n,) the exit of each sample by what `name` finds on samples of other folds."""
         if (budget, name) not in self._held:
             exits = np.empty(len(self._all), dtype=np.int64)
@@ -286,7 +286,7 @@ class Fitter:
             self._held[budget, name] = exits
         return self._held[budget, name]
 
-    def _best(self, exits: Mapping[str, Array], values: Mapping[str, Array]) -> str:
+    def _select_strategy(self, exits: Mapping[str, Array], values: Mapping[str, Array]) -> str:
         """Who does best on samples held out, from the exits and values (n,) there.
 
         To replace the paper's family it takes more than its standard error, unless it is cheaper: what seems a little
@@ -314,4 +314,4 @@ def _true(preds: Predictions, labels: Array, objective: str) -> Array:
 
 def _expected(preds: Predictions, objective: str) -> Array:
     """(K, n) the same as the exit expects it: its confidence, or sum p log p."""
-    return scores(preds, "confidence" if objective == "accuracy" else "entropy")
+    return exit_scores(preds, "confidence" if objective == "accuracy" else "entropy")

@@ -14,14 +14,14 @@ from exitwise.core.files import read_json, write_json
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.results import Result
 from exitwise.policies.certificate import Guarantee
-from exitwise.policies.scores import SCORES, Memory, check_score, scores, split_ties
+from exitwise.policies.scores import SCORES, ScoreState, break_ties, check_score, exit_scores
 
 VERSION = 1
 OBJECTIVES = ("accuracy", "nlpd")
 
 
 @dataclass(frozen=True)
-class Fit(Result):
+class PolicyFit(Result):
     """How a policy came about, and how it may do on samples that it was not fitted on.
 
     `value` is its accuracy or NLPD on the samples that it was fitted on, `held_out` that of its strategy on samples
@@ -70,7 +70,7 @@ class Policy(Result):
     strategy: str = "geometric"
     q: float | None = None
     costs: tuple[float, ...] | None = None
-    fit: Fit | None = None
+    fit: PolicyFit | None = None
     guarantee: Guarantee | None = None
 
     def __post_init__(self) -> None:
@@ -90,27 +90,27 @@ class Policy(Result):
             if not isinstance(value := getattr(self, name), int | float | None):
                 raise InputError(f"`{name}` must be a number or None, but got {value!r}")
         if self.costs is not None:
-            object.__setattr__(self, "costs", costs_of(Costs(self.costs, self.unit), len(thresholds)).values)
+            object.__setattr__(self, "costs", check_costs(Costs(self.costs, self.unit), len(thresholds)).values)
 
-    def stops(self, exit: int, said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+    def stops(self, exit: int, said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
         """(n,) whether samples that have come as far as `exit` stop there, from what it says of them and the memory.
 
         The exit says probs (n, c). The memory (n, m) is what the score has to know of earlier exits, None at the first
         or if that is nothing: it goes on to the next.
         """
-        found, memory = SCORES[self.score].of(said, memory)
+        found, memory = SCORES[self.score].compute(said, memory)
         score = np.asarray(found, dtype=np.float32)
         with np.errstate(over="ignore"):
             threshold = np.float32(self.thresholds[exit])
         leaves = score > threshold
         tied = np.flatnonzero(score == threshold)
         if len(tied):  # only these need their hash
-            leaves[tied] = split_ties(score[tied], said.probs[tied]) >= self.thresholds[exit]
+            leaves[tied] = break_ties(score[tied], said.probs[tied]) >= self.thresholds[exit]
         return leaves, memory
 
     def exits(self, preds: Any) -> Array:
         """(n,) the exit, 0 to K - 1, that each sample takes, by predictions (K, n, c)."""
-        return self.exits_by(scores(preds, self.score))
+        return self.exits_by(exit_scores(preds, self.score))
 
     def exits_by(self, scores: Array) -> Array:
         """(n,) the same from the scores (K, n) that `exitwise.scores.scores` gives."""
@@ -144,7 +144,7 @@ class Policy(Result):
         """Plain data, thresholds as `written`."""
         parts = {name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")}
         costs = list(self.costs) if self.costs else None
-        return {**self.__dict__, "thresholds": written(self.thresholds), "costs": costs, **parts}
+        return {**self.__dict__, "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
@@ -153,7 +153,7 @@ class Policy(Result):
             thresholds = tuple(float(value) for value in data["thresholds"])
             parts = {
                 name: kind(**data[name]) if data.get(name) is not None else None
-                for name, kind in (("fit", Fit), ("guarantee", Guarantee))
+                for name, kind in (("fit", PolicyFit), ("guarantee", Guarantee))
             }
             return cls(**{**data, "thresholds": thresholds, **parts})
         except (KeyError, OverflowError, TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ class Policy(Result):
             raise InputError(f"{path}: {error}") from None
 
 
-def written(thresholds: Sequence[float]) -> list[float | str]:
+def thresholds_to_json(thresholds: Sequence[float]) -> list[float | str]:
     """Thresholds for a file; infinite ones as the words "inf" and "-inf", which JSON has no numbers for."""
     return [value if isfinite(value) else str(value) for value in thresholds]
 
@@ -189,8 +189,8 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
     The threshold of an exit is the score of the floor(n share)-th most certain sample among those not yet gone; where
     that number is 0 or more than remain, nobody leaves there.
     """
-    table = scores(preds, score)
-    costs_ = costs_of(costs, len(table))
+    table = exit_scores(preds, score)
+    costs_ = check_costs(costs, len(table))
     exact = table.astype(np.float32)  # where ties are ties
     policies = []
     for p in range(1, 40):
@@ -214,7 +214,7 @@ def _thresholds(scores: Array, counts: Sequence[int]) -> tuple[float, ...]:
     return (*thresholds, -inf)
 
 
-def costs_of(costs: Costs | Sequence[float] | None, exits: int) -> Costs:
+def check_costs(costs: Costs | Sequence[float] | None, exits: int) -> Costs:
     """Costs, one for each exit."""
     if costs is None:
         raise InputError("`costs` are needed: what leaving at each exit costs, such as `trace.costs`")

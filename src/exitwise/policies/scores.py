@@ -13,7 +13,7 @@ from exitwise.core.predictions import NEEDS_DRAWS, STREAMED_REDUCTIONS, Array, E
 _HASHED = 4_000_000  # probabilities at a time
 _SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it
 
-Memory = Array | None  # (n, m): what a score has to know of the exits before, if anything
+ScoreState = Array | None  # (n, m): what a score has to know of the exits before, if anything
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,29 @@ class Score:
     `whole` numbers count exits, and have no end but theirs.
     """
 
-    of: Callable[[ExitPrediction, Memory], tuple[Array, Memory]]
-    certain: float = 0.0
-    grain: float = 2.0**-23
-    whole: bool = False
+    compute: Callable[[ExitPrediction, ScoreState], tuple[Array, ScoreState]]
+    full_certainty: float = 0.0
+    resolution: float = 2.0**-23
+    is_integer: bool = False
 
     def shifted(self, threshold: float, by: float, exits: int) -> float:
         """A threshold on this score that is more careful for `by` > 0: doubt counts exp(by) times as much."""
-        if not self.whole:
-            return self.certain - ((self.certain - threshold + self.grain) * exp(-by) - self.grain)
+        if not self.is_integer:
+            return self.full_certainty - (
+                (self.full_certainty - threshold + self.resolution) * exp(-by) - self.resolution
+            )
         level = floor(threshold)
         between = min((threshold - level) / _room(level), 1.0)  # equal scores are parted by their hash
         moved = exits - (exits - level - between) * exp(-by)
         return floor(moved) + (moved - floor(moved)) * _room(floor(moved))
 
 
-def _confidence(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+def _confidence(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """The largest probability."""
     return np.asarray(said.probs.max(axis=1)), memory
 
 
-def _margin(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+def _margin(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """By how much the largest probability exceeds the second."""
     if said.probs.shape[1] < 2:
         return said.probs[:, 0], memory
@@ -52,19 +54,19 @@ def _margin(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
     return two[:, 1] - two[:, 0], memory
 
 
-def _negative_entropy(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+def _negative_entropy(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """sum p log p."""
     return np.asarray(np.einsum("nc,nc->n", said.probs, said.log_probs)), memory
 
 
-def _negative_variance(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+def _negative_variance(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """Minus the variance over draws of the predicted class's probability."""
     if said.variance is None:
         raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
     return -said.variance, memory
 
 
-def _patience(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
+def _patience(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """How many exits just before this one predict the same class. The memory: that class, and how many."""
     predicted = said.probs.argmax(axis=1)
     agree = np.zeros_like(predicted)
@@ -74,17 +76,17 @@ def _patience(said: ExitPrediction, memory: Memory) -> tuple[Array, Memory]:
 
 
 SCORES: Mapping[str, Score] = {
-    "confidence": Score(_confidence, certain=1.0),
-    "margin": Score(_margin, certain=1.0),
+    "confidence": Score(_confidence, full_certainty=1.0),
+    "margin": Score(_margin, full_certainty=1.0),
     "entropy": Score(_negative_entropy),
-    "variance": Score(_negative_variance, grain=2.0**-30),
-    "patience": Score(_patience, whole=True),
+    "variance": Score(_negative_variance, resolution=2.0**-30),
+    "patience": Score(_patience, is_integer=True),
 }
 
 
 def _noted(score: str) -> Callable[[ExitPrediction], Array]:
     """A score that needs no memory, as `scores` gives it."""
-    return lambda said: split_ties(SCORES[score].of(said, None)[0], said.probs)
+    return lambda said: break_ties(SCORES[score].compute(said, None)[0], said.probs)
 
 
 STREAMED_REDUCTIONS.update({name: _noted(name) for name in ("confidence", "entropy")})
@@ -95,20 +97,20 @@ def check_score(score: Any) -> None:
         raise InputError(f"`score` must be one of {', '.join(SCORES)}, but got {score!r}")
 
 
-def scores(preds: Any, score: str = "confidence") -> Array:
+def exit_scores(preds: Any, score: str = "confidence") -> Array:
     """(K, n) how certain every exit is of every sample, float64, equals told apart (see `split_ties`)."""
     check_score(score)
-    memory: Memory = None
+    memory: ScoreState = None
 
     def of_exit(said: ExitPrediction) -> Array:
         nonlocal memory
-        found, memory = SCORES[score].of(said, memory)
-        return split_ties(found, said.probs)
+        found, memory = SCORES[score].compute(said, memory)
+        return break_ties(found, said.probs)
 
     return Predictions.of(preds).reduce(score, of_exit, variance=score == "variance")
 
 
-def split_ties(score: Array, probs: Array) -> Array:
+def break_ties(score: Array, probs: Array) -> Array:
     """(n,) scores as float64: the score as float32, and in the bits below a hash of the probabilities (n, c).
 
     So every number is a threshold that equal scores lie on both sides of, and saturated confidences can be parted.

@@ -8,7 +8,7 @@ import numpy as np
 from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array
 from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
-from exitwise.policies.policy import Policy, written
+from exitwise.policies.policy import Policy, thresholds_to_json
 from exitwise.report.evaluated_model import Side, reliability
 from exitwise.runs.policies import Request
 
@@ -93,7 +93,7 @@ def _policy(policy: Policy) -> dict[str, Any]:
     fit = policy.fit
     return {
         "val_cost": policy.cost,
-        "thresholds": written(policy.thresholds),
+        "thresholds": thresholds_to_json(policy.thresholds),
         "strategy": None if fit is None else fit.chosen,
     }
 

@@ -10,7 +10,7 @@ from exitwise.calibration.trace import Split
 from exitwise.core.predictions import Array, Predictions
 from exitwise.evaluation.evaluate import Outcomes
 from exitwise.evaluation.metrics import BINS, bin_of
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 from exitwise.runs.policies import Tuned
 
 
@@ -31,7 +31,7 @@ class Side:
     @cached_property
     def entropy(self) -> Array:
         """The uncertainty of the paper's plots."""
-        return np.maximum(-scores(self.preds, "entropy"), 0).astype(np.float32)
+        return np.maximum(-exit_scores(self.preds, "entropy"), 0).astype(np.float32)
 
     @cached_property
     def error(self) -> Array:

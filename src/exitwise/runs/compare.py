@@ -12,14 +12,14 @@ from exitwise.policies.certificate import Certificate, NotCertifiedError
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.evaluation.evaluate import Outcomes
-from exitwise.policies.fit import check_request
+from exitwise.policies.fit import check_fit_arguments
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.calibration.methods import Method
-from exitwise.policies.policy import Policy, sweep, written
+from exitwise.policies.policy import Policy, sweep, thresholds_to_json
 from exitwise.core.predictions import Array, Predictions
 from exitwise.core.results import Result
 from exitwise.runs.run import Run
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 
@@ -54,7 +54,7 @@ class PolicyRow(Result):
     thresholds: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "thresholds": written(self.thresholds)}
+        return {**super().to_dict(), "thresholds": thresholds_to_json(self.thresholds)}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Comparison:
             raise InputError(f"`repeats` must be a whole number of at least 1, but got {self.repeats!r}")
         for budget in self.budgets:
             for score in self.scores:
-                check_request(costs, budget, "auto", score, self.objective)
+                check_fit_arguments(costs, budget, "auto", score, self.objective)
         certificate = None if self.certify is None else Certificate(self.certify)
         pairs = [(method, score) for method in dict.fromkeys(self.methods) for score in dict.fromkeys(self.scores)]
         possible = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
@@ -174,7 +174,7 @@ class _Judge:
         self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
         self._outcomes = Outcomes.of(preds, labels)
         self._all = np.arange(len(labels))
-        table = scores(preds, public[0].score)
+        table = exit_scores(preds, public[0].score)
         exits = [policy.exits_by(table) for policy in public]
         order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
         self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])

@@ -9,7 +9,7 @@ from exitwise.policies.certificate import Certificate, Guarantee
 from exitwise.runs.collect import calibration_of
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
-from exitwise.policies.fit import Fitter, check_request
+from exitwise.policies.fit import PolicyFitter, check_fit_arguments
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.calibration.methods import DEFAULT_DRAWS, Method
 from exitwise.policies.policy import Policy
@@ -30,7 +30,7 @@ class Request:
 
     def check(self, method: Method, costs: Costs, budget: float) -> None:
         """Refuse what cannot be fulfilled, before anything is calibrated for it."""
-        check_request(costs, budget, self.strategy, self.score, self.objective)
+        check_fit_arguments(costs, budget, self.strategy, self.score, self.objective)
         if self.score == "variance" and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
@@ -72,13 +72,13 @@ class Tuned:
         return self.calibration.predict(self.val)
 
     @cached_property
-    def _fitters(self) -> dict[tuple[Costs, str, str], Fitter]:
+    def _fitters(self) -> dict[tuple[Costs, str, str], PolicyFitter]:
         return {}
 
-    def _fitter(self, costs: Costs, score: str, objective: str) -> Fitter:
+    def _fitter(self, costs: Costs, score: str, objective: str) -> PolicyFitter:
         key = (costs, score, objective)
         if key not in self._fitters:
-            self._fitters[key] = Fitter(self.preds, self.val.labels, costs, score=score, objective=objective)
+            self._fitters[key] = PolicyFitter(self.preds, self.val.labels, costs, score=score, objective=objective)
         return self._fitters[key]
 
     @property

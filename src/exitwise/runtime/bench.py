@@ -23,9 +23,9 @@ from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, Predictions
 from exitwise.core.results import Result
 from exitwise.models.net import MultiExitNet
-from exitwise.policies.cutoffs import Ranking
+from exitwise.policies.cutoffs import ScoreRanking
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import scores
+from exitwise.policies.scores import exit_scores
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
 
@@ -159,9 +159,9 @@ def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Conte
 
 def with_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
     """The policy with thresholds that let these shares (K,) of other predictions leave."""
-    ranking = Ranking(scores(preds, policy.score))
+    ranking = ScoreRanking(exit_scores(preds, policy.score))
     counts = np.rint(np.asarray(shares) * ranking.samples)
-    return replace(policy, thresholds=ranking.thresholds(ranking.by_counts(counts)))
+    return replace(policy, thresholds=ranking.thresholds(ranking.cutoffs_for_counts(counts)))
 
 
 def measure(

@@ -14,7 +14,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import Memory
+from exitwise.policies.scores import ScoreState
 
 if TYPE_CHECKING:
     import pandas
@@ -82,7 +82,7 @@ class Samples:
     """Who is in a state: their ids (n,), and what the policy's score remembers of each (n, m), if anything."""
 
     ids: Array
-    memory: Memory = None
+    memory: ScoreState = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -295,7 +295,7 @@ def stream(
         return _stream(backend, lambda: policy, images, batch_size, window, pooled)
     if not isinstance(controller, BudgetController):
         raise InputError(f"`controller` must be a BudgetController, but got {type(controller).__name__}")
-    own = controller.fitted
+    own = controller.base_policy
     if len(own.thresholds) != len(policy.thresholds) or own.score != policy.score or own.unit != policy.unit:
         raise InputError(
             f"`controller` must steer a policy of {len(policy.thresholds)} exits on {policy.score} in {policy.unit}, "
