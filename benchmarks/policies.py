@@ -15,7 +15,7 @@ from method import BATCH, forward
 from record import options, record, seconds
 
 import exitwise as ew
-from exitwise.runs.compare import budgets
+from exitwise.runs.compare import evenly_spaced_budgets
 
 STRATEGIES = ("geometric", "optimized", "label_free", "auto")
 
@@ -37,7 +37,7 @@ def measure(threads: int, repeats: int, samples: int, images: int, number: int) 
     costs = ew.Costs.of(ew.macs(net, (3, 32, 32)))
     pictures = torch.randn(images, 3, 32, 32)
     probs, labels = predictions(samples, len(costs), 100)
-    asked = budgets(costs, number)
+    asked = evenly_spaced_budgets(costs, number)
     times: dict[str, list[float]] = {}
     forward(net, pictures[:BATCH])  # warm-up
     for _ in range(repeats):

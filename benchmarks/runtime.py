@@ -133,7 +133,7 @@ def pooling(backend: Callable[[], Any], policy: ew.Policy, images: Any, batch_si
     return median(ratios)
 
 
-def throughput(contender: bench.Contender, policy: ew.Policy, images: torch.Tensor, repeats: int) -> float:
+def throughput(contender: bench.BenchTarget, policy: ew.Policy, images: torch.Tensor, repeats: int) -> float:
     """Images per second of a pooled stream in batches of 64."""
     given = list(contender.images(images[:256]))
     times = [seconds(lambda: list(engine.stream(contender.backend(), policy, given, 64))) for _ in range(repeats + 1)]
@@ -147,11 +147,12 @@ def measure(name: str, small: bool) -> dict[str, Any]:
     repeats = 1 if small else 5 if name == "cifar100-small" else 3
     images = torch.randn(32 if small else 512, *SHAPE, generator=torch.Generator().manual_seed(1))
     preds = bench.predictions(net, calibration, images)
-    base = bench.nobody_leaves(costs.values)
+    base = bench.no_early_exit_policy(costs.values)
     policies = {
-        f"{budget:.0%}": bench.with_shares(base, preds, share) for budget, share in zip(BUDGETS, shares, strict=True)
+        f"{budget:.0%}": bench.match_exit_shares(base, preds, share)
+        for budget, share in zip(BUDGETS, shares, strict=True)
     }
-    made = bench.contenders(net, calibration, SHAPE, bench.BACKENDS, threads)
+    made = bench.bench_targets(net, calibration, SHAPE, bench.BACKENDS, threads)
     sizes = (1, 8) if small else (1, 64, 256)
     found = bench.measure(made, policies, images, costs.values, sizes, repeats)
     half = policies["50%"]

@@ -23,8 +23,8 @@ import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.overhead import cost_table
 from exitwise.core.files import write_json
-from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
-from exitwise.evaluation.evaluate import Outcomes
+from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
+from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.policies.fit import PolicyFitter
 from exitwise.runs.run import Run
 
@@ -83,17 +83,17 @@ def measure(
     assert net.spec is not None
     whole, costs = float(ew.macs(plain, shape)[-1]), costs_of(net, shape)
     vanilla = ew.calibrate(trace, VANILLA)
-    val, test = (Outcomes.of(vanilla.predict(split), split.labels.numpy()) for split in (trace.val, trace.test))
+    val, test = (PerSampleMetrics.of(vanilla.predict(split), split.labels.numpy()) for split in (trace.val, trace.test))
     goal, end = val.per_exit[-1].top1 - loss, test.per_exit[-1]
     bootstrap = Bootstrap(len(trace.test))
     last = np.full(len(trace.test), trace.num_exits - 1)
-    before = bootstrap.metrics(columns(test, last, np.array(trace.costs.values)))
+    before = bootstrap.resampled_metrics(metric_columns(test, last, np.array(trace.costs.values)))
     rows = {}
     for name, its in costs.items():
         cal = vanilla if name == VANILLA else ew.calibrate(trace, name)
         policy, preds = matched(cal, trace, its, goal), cal.predict(trace.test)
-        outcomes, exits = Outcomes.of(preds, trace.test.labels.numpy()), policy.exits(preds)
-        after = bootstrap.metrics(columns(outcomes, exits, np.array(its.values)))
+        outcomes, exits = PerSampleMetrics.of(preds, trace.test.labels.numpy()), policy.exits(preds)
+        after = bootstrap.resampled_metrics(metric_columns(outcomes, exits, np.array(its.values)))
         row = outcomes.evaluation(exits, its)
         rows[name] = {
             "budget": None if policy.budget is None else policy.budget / whole,
@@ -101,7 +101,7 @@ def measure(
             "saved": 1 - row.cost / whole,
             "top1": row.top1,
             "top1_change": row.top1 - end.top1,
-            "top1_change_interval": list(interval(after["top1"] - before["top1"])),
+            "top1_change_interval": list(percentile_interval(after["top1"] - before["top1"])),
             "nlpd": row.nlpd,
             "ece": row.ece,
             "exit_shares": list(row.exit_shares),

@@ -23,7 +23,7 @@ from exitwise import zoo
 from exitwise.calibration.methods import METHODS, OURS, VANILLA, get_method
 from exitwise.core.files import write_json
 from exitwise.policies.scores import SCORES
-from exitwise.runs.compare import Comparison, PolicyRow, budgets
+from exitwise.runs.compare import Comparison, PolicyRow, evenly_spaced_budgets
 from exitwise.runs.run import Run
 
 HERE = Path(__file__).parent
@@ -74,7 +74,10 @@ def reach(trace: ew.Trace, calibration: ew.Calibration) -> dict[str, float]:
 def by_strategy(run: Run, methods: list[str], scores: tuple[str, ...], draws: int) -> dict[str, Any]:
     trace = run.trace()
     asked = Comparison(
-        tuple(budgets(trace.costs, NUMBER)), tuple(get_method(name) for name in methods), scores, repeats=draws
+        tuple(evenly_spaced_budgets(trace.costs, NUMBER)),
+        tuple(get_method(name) for name in methods),
+        scores,
+        repeats=draws,
     )
     table = asked.run(run, trace, trace.costs)
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import exitwise as ew
 from exitwise.calibration.tuning import Tuner
-from exitwise.evaluation.paper_tables import Study, study
+from exitwise.evaluation.paper_tables import PaperTables, make_paper_tables
 
 pytestmark = pytest.mark.numerical
 
@@ -27,8 +27,8 @@ def trace() -> ew.Trace:
 
 
 @pytest.fixture(scope="module")
-def found(trace: ew.Trace) -> Study:
-    return study(trace, Tuner(trace, draws=PROBS["draws"]))
+def found(trace: ew.Trace) -> PaperTables:
+    return make_paper_tables(trace, Tuner(trace, draws=PROBS["draws"]))
 
 
 def test_methods_are_the_twelve_of_the_paper_in_its_order() -> None:
@@ -37,7 +37,7 @@ def test_methods_are_the_twelve_of_the_paper_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_grid_picks_and_nlpd_tables(found: Study, name: str) -> None:
+def test_grid_picks_and_nlpd_tables(found: PaperTables, name: str) -> None:
     calibration, reference = found.calibrations[name], REFERENCE[name]
     assert calibration.temperatures == pytest.approx(reference["temperatures"])
     if calibration.method.laplace:
@@ -51,20 +51,22 @@ def test_grid_picks_and_nlpd_tables(found: Study, name: str) -> None:
     [("MSDNet (vanilla)", "vanilla"), ("Laplace", "laplace"), ("MIE Laplace T_opt sigma_opt", "ours")],
 )
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_probabilities_with_the_golden_draws(found: Study, trace: ew.Trace, name: str, key: str, split: str) -> None:
+def test_probabilities_with_the_golden_draws(
+    found: PaperTables, trace: ew.Trace, name: str, key: str, split: str
+) -> None:
     probs = found.calibrations[name].predict(getattr(trace, split)).probs[:, :64]
     torch.testing.assert_close(probs, PROBS[f"{key}.{split}.probs"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_accuracy_and_nlpd_per_exit(found: Study, name: str) -> None:
+def test_accuracy_and_nlpd_per_exit(found: PaperTables, name: str) -> None:
     for metrics, expected in zip(found.curves[name].points[0].per_exit, REFERENCE[name]["exits"], strict=True):
         assert metrics.top1 == pytest.approx(expected["test_acc"], abs=TWO_SAMPLES)
         assert metrics.nlpd == pytest.approx(expected["test_nlpd"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_thresholds_of_all_39_budgets(found: Study, trace: ew.Trace, name: str) -> None:
+def test_thresholds_of_all_39_budgets(found: PaperTables, trace: ew.Trace, name: str) -> None:
     preds = found.calibrations[name].predict(trace.val)
     confidence = preds.probs.max(dim=2).values.numpy()
     policies = ew.sweep(preds, costs=trace.costs)
@@ -83,7 +85,7 @@ def test_thresholds_of_all_39_budgets(found: Study, trace: ew.Trace, name: str) 
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_evaluation_at_all_39_budgets(found: Study, trace: ew.Trace, name: str) -> None:
+def test_evaluation_at_all_39_budgets(found: PaperTables, trace: ew.Trace, name: str) -> None:
     dearest = trace.costs.values[-1]
     moved = 0
     for point, expected in zip(found.curves[name], REFERENCE[name]["budgets"], strict=True):
@@ -101,7 +103,7 @@ def test_evaluation_at_all_39_budgets(found: Study, trace: ew.Trace, name: str) 
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_means_over_the_budget_range(found: Study, name: str) -> None:
+def test_means_over_the_budget_range(found: PaperTables, name: str) -> None:
     row, expected = found.ablation[name], REFERENCE[name]["mean"]
     assert found.ablation.budget_range == (7.0e6, 2.6e7)
     assert row.top1 == pytest.approx(expected["top1"] / 100, abs=1e-4)
@@ -110,14 +112,16 @@ def test_means_over_the_budget_range(found: Study, name: str) -> None:
     assert row.ece == pytest.approx(expected["ece"], abs=1e-4)
 
 
-def test_changes_are_against_vanilla(found: Study) -> None:
+def test_changes_are_against_vanilla(found: PaperTables) -> None:
     vanilla = found.ablation["MSDNet (vanilla)"]
     for row in found.ablation:
         for name, change in row.change.items():
             assert change == pytest.approx(getattr(row, name) - getattr(vanilla, name))
 
 
-def test_decision_experiment_takes_exits_from_ours_and_answers_from_vanilla(found: Study, trace: ew.Trace) -> None:
+def test_decision_experiment_takes_exits_from_ours_and_answers_from_vanilla(
+    found: PaperTables, trace: ew.Trace
+) -> None:
     """Plain: vanilla's answers read off at the exits that our model's scores choose."""
     ours, vanilla = (found.calibrations[n] for n in ("MIE Laplace T_opt sigma_opt", "MSDNet (vanilla)"))
     assert trace.test is not None

@@ -35,7 +35,7 @@ from exitwise.calibration.methods import METHODS, OURS, VANILLA
 from exitwise.calibration.overhead import cost_table
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.files import write_json
-from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, study
+from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, make_paper_tables
 from exitwise.policies.policy import sweep
 from exitwise.report import budget_explorer, images, live, page, uncertainty
 from exitwise.report.build import Order, Report, build, training_report
@@ -858,13 +858,13 @@ class TestTables:
 
     def test_calibrations_that_exist_are_taken_as_they_are(self, small: Made) -> None:
         saved = small.cals["ours"]
-        found = study(small.trace, Tuner(small.trace), methods=[VANILLA], calibrations={OURS: saved})
+        found = make_paper_tables(small.trace, Tuner(small.trace), methods=[VANILLA], calibrations={OURS: saved})
         assert found.calibrations[OURS] is saved
         assert found.calibrations[VANILLA] is not small.cals["vanilla"]
         ours = small.data["tables"][1]["rows"][-1]
         assert found.decisions[OUR_MODEL].nlpd == ours["metrics"]["nlpd"]
         assert (
-            study(small.trace, Tuner(small.trace), methods=[VANILLA]).decisions[OUR_MODEL].nlpd
+            make_paper_tables(small.trace, Tuner(small.trace), methods=[VANILLA]).decisions[OUR_MODEL].nlpd
             != ours["metrics"]["nlpd"]
         )
 

@@ -21,9 +21,9 @@ import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA, get_method
 from exitwise.core.files import write_json
 from exitwise.evaluation import bootstrap
-from exitwise.evaluation.bootstrap import Bootstrap, interval
+from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 from exitwise.policies.scores import SCORES
-from exitwise.runs.compare import Comparison, PolicyRow, PolicyTable, budgets
+from exitwise.runs.compare import Comparison, PolicyRow, PolicyTable, evenly_spaced_budgets
 from exitwise.runs.run import Run, describe
 
 pytestmark = pytest.mark.numerical
@@ -34,7 +34,7 @@ STRATEGIES = ["public", "geometric", "optimized", "label_free", "auto", "certifi
 class TestBootstrap:
     def test_every_draw_has_as_many_samples_as_there_are(self) -> None:
         """Of one column for each sample the means are its share of the draw."""
-        shares = Bootstrap(12, 3000).means(np.eye(12)) * 12
+        shares = Bootstrap(12, 3000).resampled_means(np.eye(12)) * 12
         assert shares == pytest.approx(np.rint(shares), abs=1e-5)
         assert shares.sum(axis=1) == pytest.approx(12)
         # Each is drawn Binomial(12, 1/12) times: none too often, none missing more often than (11/12)^12.
@@ -44,19 +44,19 @@ class TestBootstrap:
     def test_the_draws_are_the_same_for_whatever_is_asked(self) -> None:
         values = np.random.default_rng(1).normal(size=(40, 3))
         made = Bootstrap(40, 200)
-        drawn = made.means(np.eye(40))
-        assert made.means(values) == pytest.approx(drawn @ values, abs=1e-6)
-        assert made.means(values[:, 1:2])[:, 0] == pytest.approx(made.means(values)[:, 1], abs=1e-6)
-        assert (Bootstrap(40, 200).means(values) == made.means(values)).all()
-        assert (Bootstrap(40, 200, seed=1).means(values) != made.means(values)).any(axis=1).all()
-        assert Bootstrap(40, 50).means(values) == pytest.approx(made.means(values)[:50], abs=1e-6)
+        drawn = made.resampled_means(np.eye(40))
+        assert made.resampled_means(values) == pytest.approx(drawn @ values, abs=1e-6)
+        assert made.resampled_means(values[:, 1:2])[:, 0] == pytest.approx(made.resampled_means(values)[:, 1], abs=1e-6)
+        assert (Bootstrap(40, 200).resampled_means(values) == made.resampled_means(values)).all()
+        assert (Bootstrap(40, 200, seed=1).resampled_means(values) != made.resampled_means(values)).any(axis=1).all()
+        assert Bootstrap(40, 50).resampled_means(values) == pytest.approx(made.resampled_means(values)[:50], abs=1e-6)
 
     def test_means_spread_as_theory_has_it(self) -> None:
         """Covariance of the columns over n: what differences of pairs rest on. With R draws known to 1 / sqrt(2 R)."""
         rng = np.random.default_rng(2)
         one = rng.exponential(size=500)
         values = np.stack([one, one + 0.3 * rng.normal(size=500), rng.uniform(size=500)], axis=1)
-        drawn = Bootstrap(500, 4000).means(values)
+        drawn = Bootstrap(500, 4000).resampled_means(values)
         expected = np.cov(values.T, bias=True) / 500
         errors = np.sqrt(np.diag(expected))
         assert drawn.std(axis=0) == pytest.approx(errors, rel=0.04)
@@ -68,24 +68,24 @@ class TestBootstrap:
     @pytest.mark.parametrize("held", [1, 30, 31 * 7, 30 * 99])
     def test_part_by_part_it_is_the_same(self, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
         values = np.random.default_rng(3).normal(size=(30, 2))
-        whole = Bootstrap(30, 100).means(values)
+        whole = Bootstrap(30, 100).resampled_means(values)
         monkeypatch.setattr(bootstrap, "_PART", held)
         parts = Bootstrap(30, 100)
-        assert parts.means(values).shape == (100, 2)
-        assert parts.means(values) == pytest.approx(whole, abs=1e-6)
+        assert parts.resampled_means(values).shape == (100, 2)
+        assert parts.resampled_means(values) == pytest.approx(whole, abs=1e-6)
 
     def test_the_interval_is_the_middle(self) -> None:
         values = np.random.default_rng(0).permutation(np.linspace(0, 1, 1001))
-        assert interval(values) == pytest.approx((0.025, 0.975))
-        assert interval(np.full(10, 3.0)) == (3, 3)
-        assert interval(np.array([2.0])) == (2, 2)
-        assert all(type(end) is float for end in interval(values))
+        assert percentile_interval(values) == pytest.approx((0.025, 0.975))
+        assert percentile_interval(np.full(10, 3.0)) == (3, 3)
+        assert percentile_interval(np.array([2.0])) == (2, 2)
+        assert all(type(end) is float for end in percentile_interval(values))
 
     def test_intervals_hold_the_truth_nineteen_times_in_twenty(self) -> None:
         """Means of 300 exponential numbers; 600 trials would be 93 to 97 % of the time within three deviations."""
         rng = np.random.default_rng(4)
-        drawn = Bootstrap(300, 400).means(rng.exponential(size=(300, 600)))
-        covered = [low <= 1 <= high for low, high in map(interval, drawn.T)]
+        drawn = Bootstrap(300, 400).resampled_means(rng.exponential(size=(300, 600)))
+        covered = [low <= 1 <= high for low, high in map(percentile_interval, drawn.T)]
         assert np.mean(covered) == pytest.approx(0.945, abs=3 * sqrt(0.95 * 0.05 / 600))
 
 
@@ -271,7 +271,7 @@ class TestRows:
 
     def test_a_net_with_one_exit(self, tmp_path: Path) -> None:
         trace = small_trace(60, exits=1)
-        assert budgets(trace.costs, 6) == [trace.costs.values[0]]
+        assert evenly_spaced_budgets(trace.costs, 6) == [trace.costs.values[0]]
         rows = list(compare(make_run(tmp_path / "run", trace), trace, VANILLA, OURS, shares=(1.0,)))
         assert [row.strategy for row in rows] == STRATEGIES * 2
         for row in rows:
@@ -282,7 +282,7 @@ class TestRows:
                 assert row.intervals.get("gain", (0, 0)) == (0, 0)
 
     def test_budgets_are_spread_over_the_range_without_its_ends(self) -> None:
-        assert budgets(ew.Costs((1.0, 3.0, 8.0)), 6) == pytest.approx([2, 3, 4, 5, 6, 7])
+        assert evenly_spaced_budgets(ew.Costs((1.0, 3.0, 8.0)), 6) == pytest.approx([2, 3, 4, 5, 6, 7])
 
     def test_progress_is_told_and_ends(self, place: Path, trace: ew.Trace) -> None:
         told: list[tuple[int, int]] = []
@@ -331,7 +331,7 @@ class TestCommand:
     def test_by_default_two_methods_and_six_budgets(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         found = exitwise("policies", run, "--certify", "0", "--repeats", "3", "--json").json
         assert {row["method"] for row in found["rows"]} == {VANILLA, OURS}
-        assert sorted({row["budget"] for row in found["rows"]}) == pytest.approx(budgets(trace.costs, 6))
+        assert sorted({row["budget"] for row in found["rows"]}) == pytest.approx(evenly_spaced_budgets(trace.costs, 6))
         assert {row["strategy"] for row in found["rows"]} == {*STRATEGIES} - {"certified"}
         assert found["certify"] is None
         assert "certified" not in found["samples"]
@@ -429,7 +429,7 @@ def zoo_rows(tmp_path_factory: pytest.TempPathFactory) -> list[PolicyRow]:
     run = Run(zoo_run(tmp_path_factory.mktemp("zoo") / "run"))
     trace = run.trace()
     methods = tuple(get_method(name) for name in (VANILLA, OURS))
-    asked = Comparison(tuple(budgets(trace.costs, 20)), methods, certify=None, repeats=200)
+    asked = Comparison(tuple(evenly_spaced_budgets(trace.costs, 20)), methods, certify=None, repeats=200)
     return list(asked.run(run, trace, trace.costs))
 
 

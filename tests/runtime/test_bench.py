@@ -154,5 +154,5 @@ def test_broken_times_are_refused(run: Path, measured: Any, exitwise: Command) -
 
 def test_thresholds_for_wanted_shares() -> None:
     probs = torch.rand(3, 200, 5, generator=torch.Generator().manual_seed(0)).softmax(dim=2)
-    policy = bench.with_shares(ew.Policy((0.5, 0.5, float("-inf"))), probs, (0.25, 0.5, 0.25))
+    policy = bench.match_exit_shares(ew.Policy((0.5, 0.5, float("-inf"))), probs, (0.25, 0.5, 0.25))
     assert [int((policy.exits(probs) == k).sum()) for k in range(3)] == [50, 100, 50]

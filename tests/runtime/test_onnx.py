@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import exitwise as ew
 from exitwise.policies.scores import exit_scores
 from exitwise.runtime import export as exporting
-from exitwise.runtime.bundle import OPSET, Input, Manifest, opset_of
+from exitwise.runtime.bundle import OPSET, InputSpec, Manifest, opset_of
 from exitwise.runtime.onnx import Session
 
 pytestmark = pytest.mark.numerical
@@ -412,7 +412,7 @@ class TestManifest:
         assert found.classes == CLASSES
         assert found.costs == clf.costs_of(colours(1))
         assert (found.inputs, found.num_classes, found.memory, found.method) == (
-            (Input("image", SHAPE),),
+            (InputSpec("image", SHAPE),),
             5,
             "drawn",
             OURS,
@@ -603,13 +603,13 @@ class TestExport:
             refused(lambda wrong=wrong: clf.export(tmp_path / "a", example=wrong), "`example`")
         assert not list(tmp_path.iterdir())
         clf.export(tmp_path / "a", example=colours(1))
-        assert Manifest.load(tmp_path / "a").inputs == (Input("image", SHAPE),)
+        assert Manifest.load(tmp_path / "a").inputs == (InputSpec("image", SHAPE),)
         assert Manifest.load(tmp_path / "a").preprocessing is None
 
     def test_a_preset_knows_the_shape(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exporting, "_write", stub)
         classifier().export(tmp_path / "a")
-        assert Manifest.load(tmp_path / "a").inputs == (Input("image", (1, 8, 8)),)
+        assert Manifest.load(tmp_path / "a").inputs == (InputSpec("image", (1, 8, 8)),)
 
     def test_the_classifier_is_left_as_it_was(self, bundle: Bundle) -> None:
         clf, _ = bundle("MSDNet")

@@ -437,10 +437,10 @@ class TestErrors:
 
 
 def test_those_who_wait_longest_go_first() -> None:
-    pool: engine._Pool[Array] = engine._Pool()
+    pool: engine._PendingPool[Array] = engine._PendingPool()
     for start in (0, 5, 10):
         ids = np.arange(start, start + 5)
-        pool.add(np.stack([ids, ids], axis=1), engine.Samples(ids, np.stack([ids, -ids], axis=1)))
+        pool.add(np.stack([ids, ids], axis=1), engine.ActiveSamples(ids, np.stack([ids, -ids], axis=1)))
     backend = Scripted()
     for most, expected, waiting in ((7, range(7), 8), (100, range(7, 15), 0)):
         state, samples = pool.take(backend, most)

@@ -115,7 +115,7 @@ def demo(
     from exitwise.cli.progress import status
     from exitwise.core.costs import format_cost
     from exitwise.core.files import atomic_directory
-    from exitwise.evaluation.paper_tables import study
+    from exitwise.evaluation.paper_tables import make_paper_tables
     from exitwise.report.build import Order, build
     from exitwise.report.page import write as write_report
     from exitwise.runs.run import Run
@@ -124,7 +124,7 @@ def demo(
         for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
             shutil.copyfile(zoo.path(name), new / name)
         trace = Trace.load(new / "trace.safetensors")
-        found = study(trace, Tuner(trace))
+        found = make_paper_tables(trace, Tuner(trace))
         run = Run(new)
         for calibration in found.calibrations.values():
             calibration.save(run.calibration_file(calibration.method))
@@ -210,12 +210,12 @@ def ablate(
     from exitwise import zoo
     from exitwise.cli import tables
     from exitwise.cli.progress import status
-    from exitwise.evaluation.paper_tables import study
+    from exitwise.evaluation.paper_tables import make_paper_tables
 
     methods = list(dict.fromkeys([*METHODS, *(get_method(name).name for name in also or [])]))
     opened, trace, tuner = _open(run, mode, samples, seed, search)
     with status(f"Calibrating by {len(methods)} methods"):
-        found = study(trace, tuner, budget_range, methods)
+        found = make_paper_tables(trace, tuner, budget_range, methods)
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
         return print_json(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())

@@ -143,7 +143,7 @@ def policies(
     chosen = list(SCORES) if score == ["all"] else score or ["confidence"]
     in_ms = any(text.strip().lower().endswith("ms") for text in budget or [])
     costs = collect.costs_for("ms" if in_ms else "", opened, trace)
-    amounts = [collect.parse_budget(text, costs) for text in budget or []] or compare.budgets(costs, 6)
+    amounts = [collect.parse_budget(text, costs) for text in budget or []] or compare.evenly_spaced_budgets(costs, 6)
     asked = compare.Comparison(tuple(amounts), tuple(methods), tuple(chosen), objective, certify or None, repeats)
     with bars("methods") as progress:
         table = asked.run(opened, trace, costs, lambda done, total: progress("compare", done, total))

@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 
 from exitwise.core.predictions import Array
-from exitwise.evaluation.evaluate import TOP, Outcomes
+from exitwise.evaluation.evaluate import TOP, PerSampleMetrics
 from exitwise.evaluation.metrics import BINS, bin_of
 
 LEVEL = 0.95
@@ -18,17 +18,17 @@ class Bootstrap:
     def __init__(self, samples: int, repeats: int = 1000, seed: int = 0) -> None:
         self._samples, self._repeats, self._seed = samples, repeats, seed
 
-    def metrics(self, columns: Array) -> dict[str, Array]:
+    def resampled_metrics(self, columns: Array) -> dict[str, Array]:
         """(R,) each metric over each draw, from what `columns` gives.
 
         Noise adds to an ECE, in a draw once more than in the samples themselves: its values are moved to have the
         samples' own as their mean.
         """
-        drawn = _metrics(self.means(columns))
+        drawn = _metrics(self.resampled_means(columns))
         own = _metrics(columns.mean(axis=0, keepdims=True))["ece"]
         return {**drawn, "ece": np.maximum(drawn["ece"] - drawn["ece"].mean() + own, 0)}
 
-    def means(self, columns: Array) -> Array:
+    def resampled_means(self, columns: Array) -> Array:
         """(R, m) means of columns (n, m) over each of R draws of n samples."""
         table = np.ascontiguousarray(columns, dtype=np.float32)
         rows = max(1, _PART // self._samples)
@@ -48,7 +48,7 @@ class Bootstrap:
 _MEANS = ("cost", "top1", "top5", "nlpd")
 
 
-def columns(outcomes: Outcomes, exits: Array, costs: Array) -> Array:
+def metric_columns(outcomes: PerSampleMetrics, exits: Array, costs: Array) -> Array:
     """(n, 4 + bins) what metrics at the exits (n,) taken are means of, with the gaps that make up the ECE."""
     at = (exits, np.arange(len(exits)))
     rank = outcomes.rank[at]
@@ -62,7 +62,7 @@ def _metrics(means: Array) -> dict[str, Array]:
     return {**dict(zip(_MEANS, means.T, strict=False)), "ece": np.abs(means[:, len(_MEANS) :]).sum(axis=1)}
 
 
-def interval(values: Array) -> tuple[float, float]:
+def percentile_interval(values: Array) -> tuple[float, float]:
     """The middle 95 % of what came out."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -55,7 +55,7 @@ class Evaluation(Metrics):
 
 
 @dataclass(frozen=True, eq=False)
-class Outcomes:
+class PerSampleMetrics:
     """What came out for every exit and sample, all arrays (K, n)."""
 
     confidence: Array
@@ -64,7 +64,7 @@ class Outcomes:
     brier: Array
 
     @classmethod
-    def of(cls, preds: Predictions, labels: Array) -> "Outcomes":
+    def of(cls, preds: Predictions, labels: Array) -> "PerSampleMetrics":
         """One walk through the exits."""
         rows = [
             (
@@ -183,7 +183,7 @@ def budget_curve(
     costs = Costs.of(costs)
     if len(costs) != exits:
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
-    outcomes = Outcomes.of(preds, check_labels(labels, samples, classes))
+    outcomes = PerSampleMetrics.of(preds, check_labels(labels, samples, classes))
     points = []
     for policy in policies:
         if not isinstance(policy, Policy):

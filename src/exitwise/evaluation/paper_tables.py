@@ -98,7 +98,7 @@ def _latex_name(method: str) -> str:
 
 
 @dataclass(frozen=True)
-class Study:
+class PaperTables:
     """Both tables and all that they were made from."""
 
     ablation: Table
@@ -124,7 +124,7 @@ def ablation(
     (S, c) and `search` are those of `calibrate`.
     """
     tuner = Tuner(trace, samples, seed, mode, draws, search=search)
-    return study(trace, tuner, budget_range, list(methods)).ablation
+    return make_paper_tables(trace, tuner, budget_range, list(methods)).ablation
 
 
 def decision_experiment(
@@ -141,16 +141,16 @@ def decision_experiment(
     Arguments as for `ablation`, `draws` (S, c) among them.
     """
     tuner = Tuner(trace, samples, seed, mode, draws)
-    return study(trace, tuner, budget_range, [VANILLA, OURS]).decisions
+    return make_paper_tables(trace, tuner, budget_range, [VANILLA, OURS]).decisions
 
 
-def study(
+def make_paper_tables(
     trace: Trace,
     tuner: Tuner,
     budget_range: tuple[float, float] | None = None,
     methods: Iterable[str] = METHODS,
     calibrations: Mapping[str, Calibration] | None = None,
-) -> Study:
+) -> PaperTables:
     """Calibrate, predict, sweep and evaluate by every method, and make both tables of it.
 
     Calibrations that exist already are taken as they are.
@@ -196,7 +196,7 @@ def study(
         row(OUR_MODEL, OURS, made[OURS]),
     )
     unit = trace.costs.unit
-    return Study(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), made, curves)
+    return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), made, curves)
 
 
 def _range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array
-from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
+from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.policies.policy import Policy, thresholds_to_json
 from exitwise.report.evaluated_model import Side, reliability
 from exitwise.runs.policies import Request
@@ -32,9 +32,9 @@ def explore(
     before, after = sides = [_Walk(side, costs, budgets) for side in (vanilla, ours)]
     steps = []
     for i, budget in enumerate(budgets):
-        drawn = [bootstrap.metrics(walk.columns(i)) for walk in sides]
+        drawn = [bootstrap.resampled_metrics(walk.columns(i)) for walk in sides]
         both = [walk.step(i, found) for walk, found in zip(sides, drawn, strict=True)]
-        change = {name: _rounded(interval(drawn[1][name] - drawn[0][name])) for name in drawn[0]}
+        change = {name: _rounded(percentile_interval(drawn[1][name] - drawn[0][name])) for name in drawn[0]}
         steps.append(
             {
                 "budget": budget,
@@ -68,7 +68,7 @@ class _Walk:
         self._all = np.arange(side.preds.shape[1])
 
     def columns(self, i: int) -> Array:
-        return columns(self.side.outcomes, self.exits[i], self._costs)
+        return metric_columns(self.side.outcomes, self.exits[i], self._costs)
 
     def right(self, i: int) -> Array:
         """(n,) at the exit taken."""
@@ -82,7 +82,7 @@ class _Walk:
         return {
             **found,
             **_policy(self.policies[i]),
-            "intervals": {name: _rounded(interval(values)) for name, values in drawn.items()},
+            "intervals": {name: _rounded(percentile_interval(values)) for name, values in drawn.items()},
             "leaving": _leaving(exits, right, self.side.right[-1], len(self._costs)),
             "reliability": reliability(confidence, right),
         }

@@ -19,7 +19,7 @@ from exitwise.core.predictions import Array
 from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
-from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, Study, Table, study
+from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, PaperTables, Table, make_paper_tables
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
 from exitwise.report.budget_explorer import explore, grid
@@ -59,7 +59,7 @@ class Report:
         return bool(self.data.get("live"))
 
 
-def build(run: Run, order: Order, known: Study | None = None, progress: Progress = lambda step: None) -> Report:
+def build(run: Run, order: Order, known: PaperTables | None = None, progress: Progress = lambda step: None) -> Report:
     """The report of a run that has a trace with a test split; `known` is a study of it that exists already."""
     trace = run.trace()
     if trace.test is None:
@@ -75,7 +75,7 @@ def build(run: Run, order: Order, known: Study | None = None, progress: Progress
     progress("reading the runs to compare with")
     others = [_other(Run(place), method, units[0][0].unit) for place in order.against]
     progress("calibrating by twelve methods")
-    found = known or study(trace, tuner, calibrations=_saved_like(own, run, trace))
+    found = known or make_paper_tables(trace, tuner, calibrations=_saved_like(own, run, trace))
     # A calibration that is made here is not saved: a report changes nothing but itself.
     made = found.calibrations.get(method.name) or own or tuner.calibrate(method)
     vanilla, ours = (Side.of(Tuned(each, trace.val, None), trace.test) for each in (found.calibrations[VANILLA], made))

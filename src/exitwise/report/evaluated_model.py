@@ -8,7 +8,7 @@ import numpy as np
 
 from exitwise.calibration.trace import Split
 from exitwise.core.predictions import Array, Predictions
-from exitwise.evaluation.evaluate import Outcomes
+from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.evaluation.metrics import BINS, bin_of
 from exitwise.policies.scores import exit_scores
 from exitwise.runs.policies import Tuned
@@ -21,12 +21,12 @@ class Side:
     name: str
     tuned: Tuned
     preds: Predictions
-    outcomes: Outcomes
+    outcomes: PerSampleMetrics
 
     @classmethod
     def of(cls, tuned: Tuned, test: Split) -> "Side":
         preds = tuned.calibration.predict(test)
-        return cls(tuned.calibration.method.name, tuned, preds, Outcomes.of(preds, test.labels.numpy()))
+        return cls(tuned.calibration.method.name, tuned, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
 
     @cached_property
     def entropy(self) -> Array:

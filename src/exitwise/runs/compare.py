@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from exitwise.runs import policies
-from exitwise.evaluation.bootstrap import Bootstrap, columns, interval
+from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.policies.certificate import Certificate, NotCertifiedError
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
-from exitwise.evaluation.evaluate import Outcomes
+from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.policies.fit import check_fit_arguments
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.calibration.methods import Method
@@ -80,7 +80,7 @@ class PolicyTable(Result):
         return [record for row in self.rows for record in row._records()]
 
 
-def budgets(costs: Costs, number: int) -> list[float]:
+def evenly_spaced_budgets(costs: Costs, number: int) -> list[float]:
     """Spread over the whole range, its ends left out: there every strategy is the same."""
     low, high = costs.values[0], costs.values[-1]
     return [float(value) for value in np.linspace(low, high, number + 2)[1:-1]] if high > low else [high]
@@ -124,13 +124,13 @@ class Comparison:
                 if certificate is not None:
                     sure = policies.tuned(run, tuner, method, certificate)
                     sure_test = sure.calibration.predict(trace.test)
-                    sure_outcomes = Outcomes.of(sure_test, trace.test.labels.numpy())
+                    sure_outcomes = PerSampleMetrics.of(sure_test, trace.test.labels.numpy())
             public_rule = sweep(made.preds, costs=costs, score=score)
-            judge = _Judge(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
+            judge = _TestEvaluator(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
             requests = {name: policies.Request(name, score, self.objective) for name in STRATEGIES}
             guaranteed = replace(requests["auto"], certificate=certificate)
             for budget in dict.fromkeys(self.budgets):
-                public = judge.public_for(budget)
+                public = judge.sweep_policy_within(budget)
                 if public is None:
                     least = f"{budget:.6g} {costs.unit} or less"
                     notes.append(f"{method.name}, by {score}: the public rule has no policy for {least}.")
@@ -164,7 +164,7 @@ class Comparison:
         )
 
 
-class _Judge:
+class _TestEvaluator:
     """What policies do on the test samples of one method, beside the public rule's."""
 
     def __init__(
@@ -172,7 +172,7 @@ class _Judge:
     ) -> None:
         self._preds, self._public = preds, public
         self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
-        self._outcomes = Outcomes.of(preds, labels)
+        self._outcomes = PerSampleMetrics.of(preds, labels)
         self._all = np.arange(len(labels))
         table = exit_scores(preds, public[0].score)
         exits = [policy.exits_by(table) for policy in public]
@@ -180,7 +180,7 @@ class _Judge:
         self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])
         self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
 
-    def public_for(self, budget: float) -> Policy | None:
+    def sweep_policy_within(self, budget: float) -> Policy | None:
         """The dearest of the public rule's policies that kept to the budget on validation data, if any did."""
         within = [policy for policy in self._public if policy.cost is not None and policy.cost <= budget]
         return max(within, key=lambda policy: policy.cost or 0.0) if within else None
@@ -191,20 +191,20 @@ class _Judge:
         strategy: str,
         policy: Policy,
         budget: float,
-        other: tuple[Predictions, Outcomes] | None = None,
+        other: tuple[Predictions, PerSampleMetrics] | None = None,
     ) -> PolicyRow:
         """A policy's row; `other` is what another calibration says, if the policy is about that."""
         preds, outcomes = other or (self._preds, self._outcomes)
         exits = policy.exits(preds)
-        table = columns(outcomes, exits, self._costs)
+        table = metric_columns(outcomes, exits, self._costs)
         cost, right = table[:, 0], table[:, 1]
         public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
         gain = np.zeros_like(right) if public is None else right - public
         found = outcomes.metrics(exits)
-        drawn = self._bootstrap.metrics(table)
-        intervals = {name: interval(values) for name, values in drawn.items() if name != "top5"}
+        drawn = self._bootstrap.resampled_metrics(table)
+        intervals = {name: percentile_interval(values) for name, values in drawn.items() if name != "top5"}
         if public is not None:
-            intervals["gain"] = interval(self._bootstrap.means(gain[:, None])[:, 0])
+            intervals["gain"] = percentile_interval(self._bootstrap.resampled_means(gain[:, None])[:, 0])
         return PolicyRow(
             method=method,
             score=policy.score,

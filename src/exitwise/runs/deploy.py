@@ -163,8 +163,8 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
             notes.append(f"A budget of {text} is left out: the first exit alone costs more.")
             continue
         policy = fit_policy(val, costs=known, budget=budget, strategy="geometric")  # which spends it all
-        policies[text] = benching.with_shares(policy, preds, benching.exit_shares(policy, val))
-    made = benching.contenders(net, calibration, shape, backends, torch.get_num_threads())
+        policies[text] = benching.match_exit_shares(policy, preds, benching.exit_shares(policy, val))
+    made = benching.bench_targets(net, calibration, shape, backends, torch.get_num_threads())
     found = benching.measure(made, policies, images, trace.costs.values, batch_sizes, trial.repeats, progress)
     costs = found.costs(backend, int(size))
     about = {

@@ -84,7 +84,7 @@ class Bench(Result):
 
 
 @dataclass(frozen=True)
-class Contender:
+class BenchTarget:
     """A backend made anew for each call, the plain net on it, and how it wants its images."""
 
     backend: Callable[[], Any]
@@ -92,16 +92,16 @@ class Contender:
     images: Callable[[Tensor], Any]
 
 
-def contenders(
+def bench_targets(
     net: MultiExitNet, calibration: Calibration, shape: tuple[int, ...], names: Sequence[str], threads: int
-) -> dict[str, Contender]:
+) -> dict[str, BenchTarget]:
     """The net by name of backend; `onnx` is exported first."""
     for name in names:
         if name not in BACKENDS:
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
     made = {}
     for name in names:
-        classifier = Classifier(net, calibration, nobody_leaves(range(1, len(net.stages) + 1)))
+        classifier = Classifier(net, calibration, no_early_exit_policy(range(1, len(net.stages) + 1)))
         if name == "onnx":
             made[name] = _onnx(classifier, shape, threads)
         else:
@@ -110,7 +110,7 @@ def contenders(
     return made
 
 
-def nobody_leaves(costs: Sequence[float]) -> Policy:
+def no_early_exit_policy(costs: Sequence[float]) -> Policy:
     """Everyone goes on to the last of the exits that cost this much."""
     return Policy((*[float("inf")] * (len(costs) - 1), float("-inf")), costs=tuple(costs))
 
@@ -128,7 +128,7 @@ def exit_shares(policy: Policy, preds: Predictions) -> list[float]:
     return shares
 
 
-def _torch(classifier: Classifier) -> Contender:
+def _torch(classifier: Classifier) -> BenchTarget:
     def vanilla(images: Tensor) -> Array:
         net = classifier.net
         with torch.inference_mode():
@@ -138,11 +138,11 @@ def _torch(classifier: Classifier) -> Contender:
             probs: Array = net.exits[-1](state).softmax(dim=1).numpy()
         return probs
 
-    return Contender(classifier.backend, vanilla, lambda images: images)
+    return BenchTarget(classifier.backend, vanilla, lambda images: images)
 
 
-def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Contender:
-    from exitwise.runtime.export import export_plain
+def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> BenchTarget:
+    from exitwise.runtime.export import export_last_exit
     from exitwise.runtime.onnx import OnnxBackend, Session, inference_session
 
     with tempfile.TemporaryDirectory(prefix="exitwise-bench-") as folder:
@@ -150,14 +150,14 @@ def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Conte
         classifier.export(Path(folder) / "bundle", example)
         session = Session(Path(folder) / "bundle", threads=threads)
         plain = Path(folder) / "plain.onnx"
-        export_plain(classifier.net, example, plain)
+        export_last_exit(classifier.net, example, plain)
         full = inference_session(plain.read_bytes(), threads, plain)
-    return Contender(
+    return BenchTarget(
         lambda: OnnxBackend(session), lambda images: full.run(None, {"image": images}), lambda images: images.numpy()
     )
 
 
-def with_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
+def match_exit_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
     """The policy with thresholds that let these shares (K,) of other predictions leave."""
     ranking = ScoreRanking(exit_scores(preds, policy.score))
     counts = np.rint(np.asarray(shares) * ranking.samples)
@@ -165,7 +165,7 @@ def with_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
 
 
 def measure(
-    made: Mapping[str, Contender],
+    made: Mapping[str, BenchTarget],
     policies: Mapping[str, Policy],
     images: Tensor,
     macs: Sequence[float],
@@ -227,9 +227,9 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _stage_seconds(contender: Contender, batch: Any, exits: int) -> list[float]:
+def _stage_seconds(contender: BenchTarget, batch: Any, exits: int) -> list[float]:
     """(K,) of each stage with its calibrated exit and the look at its answer, on the full batch."""
-    backend, nobody = contender.backend(), nobody_leaves(range(1, exits + 1))
+    backend, nobody = contender.backend(), no_early_exit_policy(range(1, exits + 1))
     state, found = backend.start(batch), []
     for exit in range(exits):
         start = time.perf_counter()
@@ -239,7 +239,7 @@ def _stage_seconds(contender: Contender, batch: Any, exits: int) -> list[float]:
     return found
 
 
-def _exits(contender: Contender, policy: Policy, batches: Sequence[Any]) -> list[Array]:
+def _exits(contender: BenchTarget, policy: Policy, batches: Sequence[Any]) -> list[Array]:
     return [engine.classify(contender.backend(), policy, batch)[2] for batch in batches]
 
 

@@ -21,7 +21,7 @@ DTYPES = {"float32": "tensor(float)", "int64": "tensor(int64)", "int32": "tensor
 
 
 @dataclass(frozen=True)
-class Input:
+class InputSpec:
     """What the first graph takes of every sample: its image, or one of several things by their names."""
 
     name: str
@@ -37,7 +37,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Graph:
+class StageGraphInfo:
     """One stage with its calibrated exit: names of what goes in and what comes out, in order."""
 
     file: str
@@ -56,7 +56,7 @@ class Graph:
                 raise InputError(f"{self.file} must be described by words, but has {value!r}")
 
 
-def first_names(inputs: Sequence[Input]) -> tuple[str, ...]:
+def first_graph_inputs(inputs: Sequence[InputSpec]) -> tuple[str, ...]:
     """What the first graph calls its inputs: `image`, or their places, as other names may mean something to it."""
     if [each.name for each in inputs] == ["image"]:
         return ("image",)
@@ -73,9 +73,9 @@ class Manifest:
     and for a policy on it the `variance`.
     """
 
-    graphs: tuple[Graph, ...]
+    graphs: tuple[StageGraphInfo, ...]
     memory: str | None
-    inputs: tuple[Input, ...]
+    inputs: tuple[InputSpec, ...]
     num_classes: int
     policy: Policy
     costs: Costs
@@ -103,18 +103,18 @@ class Manifest:
         if self.memory not in (None, "probs", "drawn"):
             raise InputError(f"its memory must be probs, drawn or nothing, but is {self.memory!r}")
         for exit, graph in enumerate(self.graphs):
-            carried = self.kept(exit - 1) if exit else ()
+            carried = self.carried_outputs(exit - 1) if exit else ()
             memory = ("memory",) if exit and self.memory else ()
             states = tuple(f"state.{i}" for i in range(len(carried) - len(memory)))
             if exit and graph.inputs != (*states, *memory):
                 raise InputError(f"{graph.file} does not take what the graph before it puts out")
-            if not exit and graph.inputs != first_names(self.inputs):
+            if not exit and graph.inputs != first_graph_inputs(self.inputs):
                 raise InputError(f"{graph.file} does not take the inputs that are named")
             said = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
             if not set(said) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
                 raise InputError(f"{graph.file} must put out {' and '.join(said)}, but puts out {graph.outputs}")
 
-    def kept(self, exit: int) -> tuple[str, ...]:
+    def carried_outputs(self, exit: int) -> tuple[str, ...]:
         """What of a graph's outputs the next one takes, in the order of its inputs."""
         outputs = self.graphs[exit].outputs
         states = tuple(name for name in outputs if name.startswith("next."))
@@ -124,7 +124,7 @@ class Manifest:
             raise InputError(f"{self.graphs[exit].file} must put out {self.memory}, but puts out {outputs}")
         return (*states, self.memory)
 
-    def problem(
+    def graph_mismatch(
         self, exit: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any], types: Mapping[str, str]
     ) -> str | None:
         """What is wrong with a graph that takes and puts out these names, with their shapes, and the types of what it
@@ -177,9 +177,9 @@ class Manifest:
         try:
             preprocessing, classes = about["preprocessing"], about["classes"]
             return cls(
-                graphs=tuple(Graph(**graph) for graph in about["graphs"]),
+                graphs=tuple(StageGraphInfo(**graph) for graph in about["graphs"]),
                 memory=about["memory"],
-                inputs=tuple(Input(**each) for each in about["inputs"]),
+                inputs=tuple(InputSpec(**each) for each in about["inputs"]),
                 num_classes=about["num_classes"],
                 policy=Policy.from_dict(about["policy"]),
                 costs=Costs(**about["costs"]),

@@ -24,7 +24,7 @@ from exitwise.runtime import engine, folding
 from exitwise.runtime.engine import Answer, Prediction
 from exitwise.runtime.exit_modules import runtime_exits
 from exitwise.runtime.export import export
-from exitwise.runtime.torch_backend import Evaluating, TorchBackend
+from exitwise.runtime.torch_backend import SharedEvalMode, TorchBackend
 
 FORMAT, VERSION = "exitwise.classifier", 1
 
@@ -78,7 +78,7 @@ class Classifier(nn.Module):
         self.optimized = False
         self.costs = _known_costs(costs, policy)
         self._counted: Sequence[MultiExitNet] = (net,)  # whose MACs are counted; in a tuple, so that it is no submodule
-        self._evaluating = Evaluating(net)
+        self._evaluating = SharedEvalMode(net)
 
     def forward(self, images: Any) -> Prediction:
         """Run images (n, ...) stage by stage, letting samples go, until nobody is left; the result is on the CPU."""
@@ -119,8 +119,8 @@ class Classifier(nn.Module):
         if not self.optimized:
             if self.costs is None:
                 self._counted = (copy.deepcopy(self.net).to("meta"),)
-            self.net, self.optimized = folding.for_cpu(self.net), True
-            self._evaluating = Evaluating(self.net)
+            self.net, self.optimized = folding.optimize_for_cpu(self.net), True
+            self._evaluating = SharedEvalMode(self.net)
         return self
 
     def costs_of(self, images: Any) -> Costs:
@@ -171,9 +171,9 @@ class Classifier(nn.Module):
         if own is None:
             with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
                 plan = models.rebuild(spec)
-            check_state_dict(folding.for_cpu(plan) if optimized else plan, weights, "its net")
+            check_state_dict(folding.optimize_for_cpu(plan) if optimized else plan, weights, "its net")
         net = models.rebuild(spec).eval() if own is None else own
-        net = folding.for_cpu(net) if optimized else net
+        net = folding.optimize_for_cpu(net) if optimized else net
         check_state_dict(net, weights, "its net")
         net.load_state_dict(weights)
         preprocessing = about["preprocessing"]

@@ -45,7 +45,7 @@ class Backend(Protocol[State]):
         """A batch for `start` of single images, which are all of one kind."""
         ...
 
-    def kind(self, image: Any) -> str:
+    def describe(self, image: Any) -> str:
         """What images of a batch have in common, in words; an `InputError` if this is no image for the net."""
         ...
 
@@ -61,7 +61,7 @@ class Backend(Protocol[State]):
         """The samples of a state at some positions."""
         ...
 
-    def keep(self, state: State, gone: Array) -> tuple[State, Array]:
+    def compact(self, state: State, gone: Array) -> tuple[State, Array]:
         """The state without some of its samples, and where the others were in it: in whatever order is cheapest.
 
         The state itself is not needed any more.
@@ -78,7 +78,7 @@ class Backend(Protocol[State]):
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class ActiveSamples:
     """Who is in a state: their ids (n,), and what the policy's score remembers of each (n, m), if anything."""
 
     ids: Array
@@ -87,17 +87,17 @@ class Samples:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, rows: Array) -> "Samples":
-        return Samples(self.ids[rows], None if self.memory is None else self.memory[rows])
+    def take(self, rows: Array) -> "ActiveSamples":
+        return ActiveSamples(self.ids[rows], None if self.memory is None else self.memory[rows])
 
     @classmethod
-    def join(cls, parts: "Sequence[Samples]") -> "Samples":
+    def join(cls, parts: "Sequence[ActiveSamples]") -> "ActiveSamples":
         memories = [part.memory for part in parts if part.memory is not None]
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate(memories) if memories else None)
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
+class ExitedSamples:
     """Samples that have left at an exit: who, with what probabilities, and which of them made no sense."""
 
     ids: Array
@@ -106,9 +106,9 @@ class Left:
     broken: Array
 
 
-def step(
-    backend: Backend[State], policy: Policy, exit: int, state: State, samples: Samples
-) -> tuple[State, Samples, Left]:
+def run_exit(
+    backend: Backend[State], policy: Policy, exit: int, state: State, samples: ActiveSamples
+) -> tuple[State, ActiveSamples, ExitedSamples]:
     """Run one exit, let samples go: the survivors' state and who they are, and who left.
 
     A sample whose probabilities are not finite leaves at once: no exit behind this one could make sense of it.
@@ -117,12 +117,12 @@ def step(
     broken = np.asarray(~np.isfinite(said.probs).all(axis=1))
     gone, memory = policy.stops(exit, said, samples.memory)
     gone |= broken
-    left = Left(samples.ids[gone], said.probs[gone], exit, broken[gone])
-    samples = Samples(samples.ids, memory)
+    left = ExitedSamples(samples.ids[gone], said.probs[gone], exit, broken[gone])
+    samples = ActiveSamples(samples.ids, memory)
     if gone.all():
         return state, samples.take(np.arange(0)), left
     if gone.any():
-        state, rows = backend.keep(state, gone)
+        state, rows = backend.compact(state, gone)
         samples = samples.take(rows)
     return state, samples, left
 
@@ -130,13 +130,13 @@ def step(
 def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Array, Array, Array, Array]:
     """Probabilities (n, c), predicted classes, exits and costs (n,) of a batch, in its order."""
     state = backend.start(images)
-    samples = Samples(np.arange(backend.length(state)))
+    samples = ActiveSamples(np.arange(backend.length(state)))
     probs = np.empty((len(samples), backend.num_classes), dtype=np.float32)
     exits = np.empty(len(samples), dtype=np.int64)
     for exit in range(backend.num_exits):
         if not len(samples):
             break
-        state, samples, left = step(backend, policy, exit, state, samples)
+        state, samples, left = run_exit(backend, policy, exit, state, samples)
         if left.broken.any():
             raise InputError(f"image {left.ids[left.broken][0]}: {_broken(exit)}")
         probs[left.ids], exits[left.ids] = left.probs, exit
@@ -220,27 +220,27 @@ class Answer:
         return None if self.probs is None else float(self.probs.max())
 
 
-class _Pool(Generic[State]):
+class _PendingPool(Generic[State]):
     """Survivors of several batches that wait for a stage."""
 
     def __init__(self) -> None:
         self.states: list[State] = []
-        self.samples: list[Samples] = []
+        self.samples: list[ActiveSamples] = []
         self.waiting = 0
 
-    def add(self, state: State, samples: Samples) -> None:
+    def add(self, state: State, samples: ActiveSamples) -> None:
         if len(samples):
             self.states.append(state)
             self.samples.append(samples)
             self.waiting += len(samples)
 
-    def take(self, backend: Backend[State], most: int) -> tuple[State, Samples]:
+    def take(self, backend: Backend[State], most: int) -> tuple[State, ActiveSamples]:
         """The first of them as one batch. What is beyond stays, so that full batches are all of one size.
 
         Convolutions are prepared anew for every size of batch: on a CPU that costs more than many a stage.
         """
         state = backend.join(self.states) if len(self.states) > 1 else self.states[0]
-        samples = Samples.join(self.samples)
+        samples = ActiveSamples.join(self.samples)
         self.states, self.samples, self.waiting = [], [], 0
         if len(samples) > most:
             here, later = np.split(np.arange(len(samples)), [most])
@@ -249,7 +249,7 @@ class _Pool(Generic[State]):
         return state, samples
 
 
-class _InOrder:
+class _ReorderBuffer:
     """Answers that come in any order, given out in that of the images."""
 
     def __init__(self) -> None:
@@ -320,20 +320,20 @@ def _stream(
     tell: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> Iterator[Answer]:
     """`policy` is asked before every stage; `tell` hears the answers before anyone else, as they become ready."""
-    answers = _InOrder()
+    answers = _ReorderBuffer()
     full = max(batch_size, _FULL)  # in the pools
     batch: list[Any] = []
     batch_ids: list[int] = []
-    pools: list[_Pool[State]] = [_Pool() for _ in range(backend.num_exits)]
+    pools: list[_PendingPool[State]] = [_PendingPool() for _ in range(backend.num_exits)]
 
     def run(exit: int) -> None:
         """A batch of those who wait for an exit."""
         advance(exit, *pools[exit].take(backend, full))
 
-    def advance(exit: int, state: State, samples: Samples) -> None:
+    def advance(exit: int, state: State, samples: ActiveSamples) -> None:
         """Through one stage; if the net cannot take them, one by one, so that nobody suffers for another."""
         try:
-            state, samples, left = step(backend, policy(), exit, state, samples)
+            state, samples, left = run_exit(backend, policy(), exit, state, samples)
         except InputError as error:
             if len(samples) == 1:
                 answers.add(Answer(int(samples.ids[0]), exit=exit, cost=backend.costs[exit], error=str(error)))
@@ -350,7 +350,7 @@ def _stream(
     def run_all(at_least: int) -> None:
         """The batch that has come together, and every pool that holds so many."""
         if batch:
-            pools[0].add(backend.start(backend.stack(batch)), Samples(np.array(batch_ids)))
+            pools[0].add(backend.start(backend.stack(batch)), ActiveSamples(np.array(batch_ids)))
             batch.clear()
             batch_ids.clear()
             run(0)
@@ -385,7 +385,7 @@ def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
     """The kind of an image, which must be that of the first that the net can take."""
     if isinstance(image, InputError):
         raise image
-    found = backend.kind(image)
+    found = backend.describe(image)
     if kind is None:
         backend.check(image)
     elif found != kind:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from exitwise.calibration.calibration import CalibratedExit, Calibration
 
 
-class Said(NamedTuple):
+class ExitOutput(NamedTuple):
     """What an exit says: probabilities (n, c), their ensemble's where there is one, and if asked the variance (n,).
 
     `memory` is what the next exit has to know of this one and those before: nothing, the probabilities, or where the
@@ -37,7 +37,7 @@ class RuntimeExit(nn.Module):
         With `product` the ensemble is a product of experts, which has no variance.
         """
         super().__init__()
-        self.share = share
+        self.ensemble_weight = share
         self.product = product
         self.branchless = False  # as a graph must be
         self.variance = variance
@@ -65,18 +65,18 @@ class RuntimeExit(nn.Module):
         self.register_buffer("W", torch.cat(blocks, dim=1))  # (p, c) for the logits, (p, q) for the posterior's scale
         self.register_buffer("b", torch.cat(shifts))
 
-    def forward(self, features: Tensor, memory: Tensor | None) -> Said:
+    def forward(self, features: Tensor, memory: Tensor | None) -> ExitOutput:
         features = features.to(self.W.dtype)
         if self.mode is None:
             own = torch.addmm(self.b, features, self.W).softmax(dim=1)
         elif self.variance:
             drawn = self._with(self._softmaxes(features), memory)
             probs = drawn.mean(dim=1)
-            return Said(probs, _variance(drawn, probs), None if self.share is None else drawn)
+            return ExitOutput(probs, _variance(drawn, probs), None if self.ensemble_weight is None else drawn)
         else:
             own = self._mean_softmax(features)
         probs = self._with(own, memory)
-        return Said(probs, None, None if self.share is None else probs)
+        return ExitOutput(probs, None, None if self.ensemble_weight is None else probs)
 
     def _mean_softmax(self, features: Tensor) -> Tensor:
         """(n, c) over draws."""
@@ -99,11 +99,11 @@ class RuntimeExit(nn.Module):
 
     def _with(self, own: Tensor, memory: Tensor | None) -> Tensor:
         """The ensemble with the exits before."""
-        if self.share is None or memory is None:
+        if self.ensemble_weight is None or memory is None:
             return own
         if self.product:
-            return (_log(memory) * (1 - self.share) + _log(own) * self.share).softmax(dim=1)
-        return memory * (1 - self.share) + own * self.share
+            return (_log(memory) * (1 - self.ensemble_weight) + _log(own) * self.ensemble_weight).softmax(dim=1)
+        return memory * (1 - self.ensemble_weight) + own * self.ensemble_weight
 
     def _sampled(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """(n, S, c) logits of every draw and (n, c) those without draws, divided by the temperature."""

@@ -25,7 +25,7 @@ from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
 from exitwise.policies.policy import Policy
 from exitwise.runtime import folding
-from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, Graph, Input, Manifest, first_names
+from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, InputSpec, Manifest, StageGraphInfo, first_graph_inputs
 from exitwise.runtime.exit_modules import RuntimeExit
 
 
@@ -76,7 +76,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
     given = _example(classifier, example)
     inputs = _inputs(given)
     with atomic_directory(path, force, MANIFEST, "a bundle") as folder:
-        graphs = _write_graphs(classifier, given, first_names(inputs), folder)
+        graphs = _write_graphs(classifier, given, first_graph_inputs(inputs), folder)
         Manifest(
             graphs=graphs,
             memory=_memory(classifier),
@@ -96,7 +96,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
         ).save(folder)
 
 
-class _Plain(nn.Module):
+class _LastExitOnly(nn.Module):
     """The net to its last exit, with no look at the others."""
 
     def __init__(self, net: MultiExitNet) -> None:
@@ -111,9 +111,11 @@ class _Plain(nn.Module):
         return logits.softmax(dim=1)
 
 
-def export_plain(net: MultiExitNet, example: Tensor, file: Path) -> None:
+def export_last_exit(net: MultiExitNet, example: Tensor, file: Path) -> None:
     """The plain net as one graph, to compare with."""
-    _write(_Plain(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False)
+    _write(
+        _LastExitOnly(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False
+    )
 
 
 def _example(classifier: Exportable, example: Any) -> Any:
@@ -143,7 +145,7 @@ def _three(part: Tensor) -> Tensor:
     return part[:1].cpu().repeat(3, *(1 for _ in part.shape[1:]))
 
 
-def _inputs(given: Any) -> tuple[Input, ...]:
+def _inputs(given: Any) -> tuple[InputSpec, ...]:
     """What the first graph takes; what came in a row has its place as its name. Constants are the graph's."""
     if isinstance(given, Tensor):
         named = {"image" if given.is_floating_point() else "input": given}
@@ -153,7 +155,7 @@ def _inputs(given: Any) -> tuple[Input, ...]:
     if len(tensors) < len(list(nested.iter_tensors(given))):
         raise InputError("`example` must hold tensors, not lists or dicts of them")
     return tuple(
-        Input(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
+        InputSpec(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
     )
 
 
@@ -166,11 +168,11 @@ def _memory(classifier: Exportable) -> str | None:
 def _for_onnx(net: MultiExitNet) -> MultiExitNet:
     """A copy in float32 on the CPU, in memory as ONNX has it; folded, as fewer steps run faster there, too."""
     twin = copy.deepcopy(net).eval().float().cpu()
-    folding.fold(twin)
+    folding.fold_batch_norms(twin)
     return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
 
 
-def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], folder: Path) -> tuple[Graph, ...]:
+def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], folder: Path) -> tuple[StageGraphInfo, ...]:
     net = _for_onnx(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:
@@ -199,7 +201,7 @@ def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], fold
         file = folder / f"stage{k}.onnx"
         _write(graph, carried, file, inputs, outputs)
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        graphs.append(Graph(file.name, sha256, tuple(inputs), tuple(outputs)))
+        graphs.append(StageGraphInfo(file.name, sha256, tuple(inputs), tuple(outputs)))
     return tuple(graphs)
 
 

@@ -18,7 +18,7 @@ _CONVS: Mapping[type[nn.Module], type[_Norm]] = {
 }
 
 
-def fold(net: MultiExitNet) -> int:
+def fold_batch_norms(net: MultiExitNet) -> int:
     """Fold every BatchNorm of a net in evaluation mode that alone reads a convolution, in place; how many.
 
     Which BatchNorm reads which convolution is found by tracing what the net calls as a whole: its stages and necks, and
@@ -75,8 +75,8 @@ def _pairs(module: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     return pairs
 
 
-def for_cpu(net: MultiExitNet) -> MultiExitNet:
+def optimize_for_cpu(net: MultiExitNet) -> MultiExitNet:
     """A copy of the net in evaluation mode, with its convolutions folded and in channels-last memory."""
     twin = copy.deepcopy(net).eval()
-    fold(twin)
+    fold_batch_norms(twin)
     return twin.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]

@@ -12,7 +12,7 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
 from exitwise.runtime import engine
-from exitwise.runtime.bundle import Input, Manifest
+from exitwise.runtime.bundle import InputSpec, Manifest
 from exitwise.runtime.engine import Answer, Prediction
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Session:
         for exit, (session, about) in enumerate(zip(self._sessions, self.manifest.graphs, strict=True)):
             given, made = ({each.name: each.shape for each in part} for part in _ends(session))
             types = {each.name: each.type for each in session.get_inputs()}
-            if problem := self.manifest.problem(exit, given, made, types):
+            if problem := self.manifest.graph_mismatch(exit, given, made, types):
                 raise InputError(f"{folder / about.file} does not fit the manifest: {problem}")
 
     def _checked(self, policy: Policy) -> Policy:
@@ -132,7 +132,7 @@ class OnnxBackend:
             raise InputError(f"the bundle takes {', '.join(names)}, by name or in a row, but got {found}")
         return [to_array(_plural(each), part) for each, part in zip(self._manifest.inputs, images, strict=True)]
 
-    def _ready(self, each: Input, array: Array) -> Array:
+    def _ready(self, each: InputSpec, array: Array) -> Array:
         """In the input's own type, if that loses nothing that matters."""
         name = _plural(each)
         if each.dtype == "float32" and array.dtype == np.uint8:
@@ -167,7 +167,7 @@ class OnnxBackend:
         except Exception as error:  # onnxruntime's errors share no other class
             raise InputError(f"{graph.file} cannot take what it was given: {first_line(error)}") from None
         said = dict(zip(graph.outputs, found, strict=True))
-        kept = tuple(said[name] for name in self._manifest.kept(exit))
+        kept = tuple(said[name] for name in self._manifest.carried_outputs(exit))
         return kept, ExitPrediction.from_probs(said["probs"], said.get("variance"))
 
     def take(self, state: State, rows: Array) -> State:
@@ -189,7 +189,7 @@ class OnnxBackend:
         return len(state[0])
 
 
-def _plural(each: Input) -> str:
+def _plural(each: InputSpec) -> str:
     return "images" if each.name == "image" else each.name
 
 

@@ -19,14 +19,14 @@ from exitwise.models.net import MultiExitNet
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class StageState:
     """What is carried from stage to stage for the samples that have not left."""
 
     state: Any
     memory: Tensor | None = None
 
 
-class Evaluating:
+class SharedEvalMode:
     """The net's modules in evaluation mode while anyone is inside; the last who leaves puts their own modes back."""
 
     def __init__(self, net: nn.Module) -> None:
@@ -36,8 +36,8 @@ class Evaluating:
         self._inside = 0
         self._training: list[nn.Module] = []
 
-    def __reduce__(self) -> tuple[type["Evaluating"], tuple[nn.Module]]:
-        return Evaluating, (self._net,)  # a copy has a lock of its own
+    def __reduce__(self) -> tuple[type["SharedEvalMode"], tuple[nn.Module]]:
+        return SharedEvalMode, (self._net,)  # a copy has a lock of its own
 
     def __enter__(self) -> None:
         with self._lock:
@@ -62,7 +62,7 @@ class TorchBackend:
         self,
         net: MultiExitNet,
         exits: nn.ModuleList,
-        evaluating: Evaluating,
+        evaluating: SharedEvalMode,
         preprocessing: Preprocessing | None,
         costs_of: Callable[[Any], Costs],
         channels_last: bool,
@@ -87,13 +87,13 @@ class TorchBackend:
         return self._costs
 
     @torch.inference_mode()
-    def start(self, images: Any) -> Live:
+    def start(self, images: Any) -> StageState:
         state = nested.map_tensors(self._ready, _tensor(images))
         nested.num_samples(state, "`images`")
         self._kind = nested.describe(nested.map_tensors(lambda tensor: tensor[0] if len(tensor) else tensor, state))
         if not self._costs:
             self._costs = self._costs_of(state).values
-        return Live(state)
+        return StageState(state)
 
     def _ready(self, images: Tensor) -> Tensor:
         images = images.to(self._device)
@@ -128,7 +128,7 @@ class TorchBackend:
             live, _ = self.run(exit, live)
 
     @torch.inference_mode()
-    def run(self, exit: int, live: Live) -> tuple[Live, ExitPrediction]:
+    def run(self, exit: int, live: StageState) -> tuple[StageState, ExitPrediction]:
         with self._evaluating:
             try:
                 state = self._net.stages[exit](live.state)
@@ -138,26 +138,26 @@ class TorchBackend:
                 raise InputError(f"the net cannot take images of {self._kind}: {reason}") from None
         probs = said.probs.float().cpu().numpy()
         variance = None if said.variance is None else said.variance.float().cpu().numpy()
-        return Live(state, said.memory), ExitPrediction.from_probs(probs, variance)
+        return StageState(state, said.memory), ExitPrediction.from_probs(probs, variance)
 
     @torch.inference_mode()
-    def take(self, live: Live, rows: Array) -> Live:
+    def take(self, live: StageState, rows: Array) -> StageState:
         where = torch.from_numpy(rows).to(self._device)
         state = nested.map_tensors(lambda tensor: _select(tensor, where), live.state)
-        return Live(state, None if live.memory is None else _select(live.memory, where))
+        return StageState(state, None if live.memory is None else _select(live.memory, where))
 
-    def keep(self, live: Live, gone: Array) -> tuple[Live, Array]:
+    def keep(self, live: StageState, gone: Array) -> tuple[StageState, Array]:
         """In place would be quicker, but a stage may hand its input on, and hooks may hold what it made."""
         rows = np.flatnonzero(~gone)
         return self.take(live, rows), rows
 
     @torch.inference_mode()
-    def join(self, lives: Sequence[Live]) -> Live:
+    def join(self, lives: Sequence[StageState]) -> StageState:
         state = nested.map_tensors(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
         memories = [live.memory for live in lives if live.memory is not None]
-        return Live(state, torch.cat(memories) if memories else None)
+        return StageState(state, torch.cat(memories) if memories else None)
 
-    def length(self, live: Live) -> int:
+    def length(self, live: StageState) -> int:
         return nested.num_samples(live.state)
 
 
