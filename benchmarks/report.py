@@ -25,7 +25,7 @@ from record import options, record, seconds
 from exitwise.calibration.trace import Trace
 from exitwise.core.files import write_json
 from exitwise.data import HoldOut, load
-from exitwise.runs.run import describe
+from exitwise.runs.run import run_metadata
 
 LARGE = (128,) * 8
 IMAGENET = (384, 384, 352, 304, 560)
@@ -79,7 +79,7 @@ def measure(test: int, val: int, classes: int, widths: tuple[int, ...], pictures
         root = Path(temporary) / "data" if pictures else None
         trace.save(run / "trace.safetensors", dtype=torch.float16)
         about = {"name": "cifar100", "root": None if root is None else str(root), "image_size": 32}
-        write_json(run / "run.json", describe({"net": "random"}, about))
+        write_json(run / "run.json", run_metadata({"net": "random"}, about))
         if root is not None and trace.test is not None:
             write_pictures(root, trace.test.labels)
             HoldOut.random(load("cifar100", root)[0], 5000, 0).save(run / "split.safetensors")

@@ -15,7 +15,7 @@ import exitwise as ew
 from exitwise import zoo
 from exitwise.cli import app
 from exitwise.core.files import write_json
-from exitwise.runs.run import describe
+from exitwise.runs.run import run_metadata
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
@@ -63,7 +63,9 @@ def new_run(place: Path, trace: ew.Trace, training: dict[str, Any] | None = None
     """A run that is only a trace."""
     place.mkdir(parents=True)
     trace.save(place / "trace.safetensors")
-    write_json(place / "run.json", describe({"net": "mine:net"}, {"name": "digits", "root": None, **about}, training))
+    write_json(
+        place / "run.json", run_metadata({"net": "mine:net"}, {"name": "digits", "root": None, **about}, training)
+    )
     return place
 
 

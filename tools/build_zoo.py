@@ -14,7 +14,7 @@ import exitwise as ew
 from exitwise import data
 from exitwise.core.files import write_json
 from exitwise.data.holdout import HeldOutPart
-from exitwise.runs.run import describe
+from exitwise.runs.run import run_metadata
 from exitwise.zoo import NET
 
 
@@ -29,7 +29,7 @@ def main(checkpoint: str, trace_file: str, root: str) -> None:
     assert index is not None
     assert torch.equal(train.labels[index], trace.val.labels)
     data.HoldOut(HeldOutPart(index, train.fingerprints()[index])).save(here / "split.safetensors")
-    write_json(here / "run.json", describe(net.spec or {}, {"name": "cifar100", "root": None}))
+    write_json(here / "run.json", run_metadata(net.spec or {}, {"name": "cifar100", "root": None}))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_the_splits_are_the_papers(
 ) -> None:
     loaded = numbered(pictures), None if own_test is None else numbered(own_test)
     monkeypatch.setattr(data, "load", lambda *_: loaded)
-    _, splits, _ = collect.DataChoice(name).load(32)
+    _, splits, _ = collect.DataOptions(name).load(32)
     assert (len(splits.train), len(splits.val), len(splits.test)) == expected
 
 

@@ -38,7 +38,7 @@ from exitwise.core.files import write_json
 from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, make_paper_tables
 from exitwise.policies.policy import sweep
 from exitwise.report import budget_explorer, images, live, page, uncertainty
-from exitwise.report.build import Order, Report, build, training_report
+from exitwise.report.build import Report, ReportOptions, build, training_report
 from exitwise.runs.run import Run
 from exitwise.training.history import EpochRecord, History
 
@@ -114,14 +114,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Made:
     cals = {name: ew.calibrate(trace, name, **SETTINGS) for name in METHODS}
     for cal in cals.values():
         cal.save(run / "calibrations" / f"{cal.method.slug}.safetensors")
-    return Made(run, trace, build(Run(run), Order()), {"vanilla": cals[VANILLA], "ours": cals[OURS]})
+    return Made(run, trace, build(Run(run), ReportOptions()), {"vanilla": cals[VANILLA], "ours": cals[OURS]})
 
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The zoo's net, which has not been calibrated."""
     run = zoo_run(tmp_path_factory.mktemp("zoo") / "run")
-    report = build(Run(run), Order(budget=2e7))
+    report = build(Run(run), ReportOptions(budget=2e7))
     trace = ew.Trace.load(run / "trace.safetensors")
     return Made(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace)})
 
@@ -213,7 +213,7 @@ class TestEveryBudget:
             assert slider["steps"][0]["ours"]["exit_shares"] == [1, 0, 0]
 
     def test_another_method_and_a_product_of_experts(self, run: Path, small: Made) -> None:
-        report = build(Run(run), Order(method="poe t_opt", budget=2.5e6))
+        report = build(Run(run), ReportOptions(method="poe t_opt", budget=2.5e6))
         cal = ew.calibrate(small.trace, "PoE T_opt")
         made = Made(run, small.trace, report, {**small.cals, "ours": cal})
         assert report.data["method"] == "PoE T_opt"
@@ -224,7 +224,7 @@ class TestEveryBudget:
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
         shutil.rmtree(run / "calibrations")
         odd.save(run / "calibrations" / f"{odd.method.slug}.safetensors")
-        report = build(Run(run), Order())
+        report = build(Run(run), ReportOptions())
         made = Made(run, small.trace, report, {**small.cals, "ours": odd})
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
         assert dict(report.data["made"])["temperatures"] == "3, 3, 3"
@@ -233,28 +233,28 @@ class TestEveryBudget:
 
     def test_vanilla_is_beside_a_method_and_not_one(self, run: Path) -> None:
         with pytest.raises(ew.InputError, match="`method` must be another than vanilla"):
-            build(Run(run), Order(method=VANILLA))
+            build(Run(run), ReportOptions(method=VANILLA))
 
 
 class TestWhichBudget:
     def test_half_may_be_less_than_the_first_exit_costs(self, run: Path) -> None:
         write_json(run / "bench.json", {"costs": {"values": [3.0, 3.5, 4.0]}})
-        assert chosen(build(Run(run), Order()))[1] == ("ms", 3.0)
+        assert chosen(build(Run(run), ReportOptions()))[1] == ("ms", 3.0)
 
     @pytest.mark.parametrize(
         ("kept", "order", "expected"),
         [
-            (None, Order(), ("MACs", None)),
-            (ew.Policy(THRESHOLDS, budget=2e6), Order(), ("MACs", 2e6)),
-            (ew.Policy(THRESHOLDS, unit="ms", budget=4.2), Order(), ("ms", 4.2)),
-            (ew.Policy(THRESHOLDS), Order(), ("MACs", None)),
-            (ew.Policy(THRESHOLDS, budget=2e6), Order(budget=5.0, unit="ms"), ("ms", 5.0)),
-            (None, Order(budget=4e6), ("MACs", 4e6)),
+            (None, ReportOptions(), ("MACs", None)),
+            (ew.Policy(THRESHOLDS, budget=2e6), ReportOptions(), ("MACs", 2e6)),
+            (ew.Policy(THRESHOLDS, unit="ms", budget=4.2), ReportOptions(), ("ms", 4.2)),
+            (ew.Policy(THRESHOLDS), ReportOptions(), ("MACs", None)),
+            (ew.Policy(THRESHOLDS, budget=2e6), ReportOptions(budget=5.0, unit="ms"), ("ms", 5.0)),
+            (None, ReportOptions(budget=4e6), ("MACs", 4e6)),
         ],
     )
     @pytest.mark.slow_after_first
     def test_that_of_the_order_or_of_the_runs_policy_comes_first(
-        self, run: Path, small: Made, kept: ew.Policy | None, order: Order, expected: tuple[str, float | None]
+        self, run: Path, small: Made, kept: ew.Policy | None, order: ReportOptions, expected: tuple[str, float | None]
     ) -> None:
         """The other unit opens at the same share of the last exit's cost."""
         if kept is not None:
@@ -270,14 +270,14 @@ class TestWhichBudget:
     def test_a_guarantee_is_told(self, run: Path, small: Made, exitwise: Command) -> None:
         assert small.data["guarantee"] is None
         exitwise("evaluate", run, "--budget", "70%", "--certify", "0.2")
-        report = build(Run(run), Order())
+        report = build(Run(run), ReportOptions())
         assert chosen(report)[0] == ("MACs", pytest.approx(0.7 * small.trace.costs.values[-1]))
         assert "Certified on 125 samples" in report.data["guarantee"]
 
     def test_a_unit_that_the_run_does_not_know_is_refused(self, run: Path) -> None:
         (run / "bench.json").unlink()
         with pytest.raises(ew.InputError, match="ms"):
-            build(Run(run), Order(budget=3.0, unit="ms"))
+            build(Run(run), ReportOptions(budget=3.0, unit="ms"))
 
 
 class TestSamples:
@@ -316,7 +316,7 @@ class TestSamples:
                     for n in range(len(labels))
                 ]
                 shown = [place for place, n in enumerate(uncertainty.sample(len(labels))) if which[n]]
-                assert step[kind] == {"samples": sum(which), "points": shown[: budget_explorer.SHOWN]}
+                assert step[kind] == {"samples": sum(which), "points": shown[: budget_explorer.GALLERY_SIZE]}
 
     @pytest.mark.parametrize("side", ["vanilla", "ours"])
     def test_uncertainty_and_error_of_every_exit(self, small: Made, side: str) -> None:
@@ -359,8 +359,8 @@ class TestSamples:
         assert list(shipped.data["galleries"]) == list(of_kind)
         for name, (which, plainness) in of_kind.items():
             shown = shipped.data["galleries"][name]
-            best = sorted(np.flatnonzero(which), key=lambda i: -plainness[i])[: budget_explorer.SHOWN]
-            assert len({*shown}) == budget_explorer.SHOWN
+            best = sorted(np.flatnonzero(which), key=lambda i: -plainness[i])[: budget_explorer.GALLERY_SIZE]
+            assert len({*shown}) == budget_explorer.GALLERY_SIZE
             assert which[shown].all()
             np.testing.assert_allclose(plainness[shown], plainness[best], atol=1e-5)
 
@@ -393,12 +393,14 @@ class TestSamples:
     def test_without_index_and_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(budget_explorer, "STEPS", 3)
         trace = replace(random_trace(n=60), classes=None)
-        report = build(Run(new_run(tmp_path / "run", trace)), Order())
+        report = build(Run(new_run(tmp_path / "run", trace)), ReportOptions())
         assert report.data["classes"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
         assert report.data["points"]["index"] == list(range(60))
         assert report.sheet is None
         assert "the trace does not say where its samples lie" in report.data["pictures_note"]
-        named = build(Run(new_run(tmp_path / "named", replace(trace, classes=("<a>", "b", "c", "d", "ë")))), Order())
+        named = build(
+            Run(new_run(tmp_path / "named", replace(trace, classes=("<a>", "b", "c", "d", "ë")))), ReportOptions()
+        )
         assert named.data["classes"] == ["<a>", "b", "c", "d", "ë"]
 
 
@@ -491,7 +493,7 @@ class TestPictures:
     @pytest.mark.slow
     def test_of_the_real_data_set(self, shipped: Made, cifar100: Path) -> None:
         positions = torch.tensor(shipped.data["points"]["index"])
-        sheet = images.sheet(Run(shipped.place), cifar100, of_test(shipped.trace), positions)
+        sheet = images.make_sprite_sheet(Run(shipped.place), cifar100, of_test(shipped.trace), positions)
         assert len(sheet.content) < 3_500_000
         pixels = data.load("cifar100", cifar100)[1].pixels[positions].permute(0, 2, 3, 1).numpy().astype(int)
         found = tiles(sheet.content, sheet.shape, 2000).astype(int)
@@ -506,7 +508,9 @@ class TestPictures:
         index = torch.arange(100)
         loaded = data.ImageSet(grain, of_test(small.trace).labels[:100], index, ("a",) * 5, (0.5,) * 3, (0.5,) * 3)
         monkeypatch.setattr(images, "pictures", lambda run, root: SimpleNamespace(test=loaded))
-        sheet = images.sheet(Run(small.place), None, replace(of_test(small.trace), index=torch.arange(600)), index)
+        sheet = images.make_sprite_sheet(
+            Run(small.place), None, replace(of_test(small.trace), index=torch.arange(600)), index
+        )
         assert (sheet.side, sheet.kind) == (96, "jpeg")
         assert len(sheet.content) <= 3_500_000
         assert sheet.pixels[:, :, :, :16].max() == sheet.pixels[:, :, :, 80:].max() == 0
@@ -518,7 +522,7 @@ class TestPictures:
         about = json.loads((run / "run.json").read_text())
         about["data"]["root"] = "/moved/away"
         write_json(run / "run.json", about)
-        report = build(Run(run), Order())
+        report = build(Run(run), ReportOptions())
         assert (report.sheet, report.data["pictures"]) == (None, None)
         note = report.data["pictures_note"]
         assert "/moved/away" in note
@@ -528,13 +532,13 @@ class TestPictures:
         run, test, points = Run(small.place), of_test(small.trace), torch.arange(600)
         write_cifar(tmp_path / "train", seed=1)  # other train pictures
         with pytest.raises(ew.InputError, match="not the data set that the run was made with"):
-            images.sheet(run, tmp_path / "train", test, points)
+            images.make_sprite_sheet(run, tmp_path / "train", test, points)
         write_flat_cifar(tmp_path / "labels", test.labels.tolist())  # as many, but in another order
         with pytest.raises(ew.InputError, match="are not those that the run was made with"):
-            images.sheet(run, tmp_path / "labels", test, points)
+            images.make_sprite_sheet(run, tmp_path / "labels", test, points)
         write_flat_cifar(tmp_path / "fewer", test.labels.flip(0).tolist()[:-1])
         with pytest.raises(ew.InputError, match="are not those that the run was made with"):
-            images.sheet(run, tmp_path / "fewer", test, points)
+            images.make_sprite_sheet(run, tmp_path / "fewer", test, points)
 
 
 class TestOtherRuns:
@@ -544,7 +548,7 @@ class TestOtherRuns:
         place = new_run(tmp_path / "second", other)
         ew.calibrate(other, "MIE T_opt").save(place / "calibrations" / "mie-t_opt.safetensors")
         alone = new_run(tmp_path / "alone", random_trace(n=200, widths=(6,), seed=50))
-        found = build(Run(run), Order(method="mie t_opt", against=[place, alone])).data
+        found = build(Run(run), ReportOptions(method="mie t_opt", against=[place, alone])).data
         second, single = found["others"]
         assert (second["name"], second["unit"]) == ("second (second)", "MACs")
         assert [curve["name"] for curve in second["curves"]] == [VANILLA, found["method"]]
@@ -561,18 +565,18 @@ class TestOtherRuns:
         trace = random_trace(n=60)
         timed = new_run(tmp_path / "timed", replace(trace, costs=MS))
         with pytest.raises(ew.InputError, match="are in ms, not in MACs"):
-            build(Run(run), Order(against=[timed]))
+            build(Run(run), ReportOptions(against=[timed]))
         untested = new_run(tmp_path / "untested", replace(trace, test=None))
         with pytest.raises(ew.InputError, match="untested has no test split to compare on"):
-            build(Run(run), Order(against=[untested]))
+            build(Run(run), ReportOptions(against=[untested]))
         with pytest.raises(ew.InputError, match="untested has no test split to report on"):
-            build(Run(untested), Order())
+            build(Run(untested), ReportOptions())
         with pytest.raises(ew.InputError, match="has no times yet"):
-            build(Run(run), Order(budget=4.0, unit="ms", against=[new_run(tmp_path / "unmeasured", trace)]))
+            build(Run(run), ReportOptions(budget=4.0, unit="ms", against=[new_run(tmp_path / "unmeasured", trace)]))
 
     def test_one_exit_has_one_budget(self, tmp_path: Path) -> None:
         trace = random_trace(n=120, widths=(6,))
-        found = build(Run(new_run(tmp_path / "run", trace)), Order()).data
+        found = build(Run(new_run(tmp_path / "run", trace)), ReportOptions()).data
         [slider] = found["explorers"]
         [step] = slider["steps"]
         assert (slider["chosen"], step["budget"]) == (0, trace.costs.values[0])
@@ -663,7 +667,7 @@ class TestPage:
 
     def test_it_names_the_run_that_it_is_made_in(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(run)
-        found = build(Run("."), Order()).data
+        found = build(Run("."), ReportOptions()).data
         assert found["net"]["run"] == "run"
         assert "exitwise report run " in dict(found["made"])["to make it again"]
 
@@ -674,7 +678,7 @@ class TestCommand:
         assert (done.status, done.err) == (0, "")
         assert str(run / "report.html") in done.out.replace("\n", "")
         found = read(run / "report.html").data
-        expected = build(Run(run), Order(method="MIE T_opt", budget=5.0, unit="ms")).data
+        expected = build(Run(run), ReportOptions(method="MIE T_opt", budget=5.0, unit="ms")).data
         assert dict(found.pop("made"))["command"] == (
             f"exitwise report {shlex.quote(str(run))} --budget 5ms --method 'mie t_opt'"
         )
@@ -753,7 +757,9 @@ class TestLive:
 
     def test_the_page_follows_the_training_and_then_rests(self, training: Run, tmp_path: Path) -> None:
         place = tmp_path / "page.html"
-        watcher = threading.Thread(target=live.watch, args=(training, place, "the command", 0.01), daemon=True)
+        watcher = threading.Thread(
+            target=live.rewrite_while_training, args=(training, place, "the command", 0.01), daemon=True
+        )
         watcher.start()
         for number in range(3):
             if number:
@@ -783,7 +789,7 @@ class TestLive:
         epochs(1).save(training.directory / "history.csv")
         monkeypatch.setattr(live.time, "sleep", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            live.watch(training, tmp_path / "page.html", "")
+            live.rewrite_while_training(training, tmp_path / "page.html", "")
         seen = read(tmp_path / "page.html")
         assert (seen.refreshes, len(seen.data["training"]["epochs"])) == (False, 1)
 

@@ -19,12 +19,12 @@ from PIL import Image
 import exitwise as ew
 from exitwise.core.files import write_json
 from exitwise.report import published
-from exitwise.report.build import Order, Report, build
+from exitwise.report.build import Report, ReportOptions, build
 from exitwise.report.figures import curves, uncertainty
-from exitwise.report.figures.style import STYLE, written
+from exitwise.report.figures.style import STYLE, fit_text
 from exitwise.report.figures.write import write
-from exitwise.report.images import Sheet
-from exitwise.runs.run import Run, describe
+from exitwise.report.images import SpriteSheet
+from exitwise.runs.run import Run, run_metadata
 from exitwise.training.history import History
 
 NAMES = ("$a_b$", "<b>_{x}^2$ & \\frac", "😀 中 🦊", "W" * 60, "two\nlines\x00\ud800")
@@ -54,11 +54,11 @@ def reported(place: Path, exits: int, unit: str = "MACs", channels: int = 3, **o
     place.mkdir()
     trace = replace(random_trace(n=60, widths=tuple(range(4, 4 + exits))), classes=NAMES, costs=costs)
     trace.save(place / "trace.safetensors")
-    write_json(place / "run.json", describe({"net": "mine:net"}, {"name": "own"}))
-    data = build(Run(place), Order(**order)).data
+    write_json(place / "run.json", run_metadata({"net": "mine:net"}, {"name": "own"}))
+    data = build(Run(place), ReportOptions(**order)).data
     pixels = torch.randint(0, 256, (60, channels, 8, 8), generator=torch.Generator().manual_seed(0))
     own = [bars for bars in data["laplace_costs"] if bars.get("own")]
-    return Report({**data, "laplace_costs": own}, Sheet(pixels.byte(), 8, b"", "png"))
+    return Report({**data, "laplace_costs": own}, SpriteSheet(pixels.byte(), 8, b"", "png"))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_eight_exits_against_runs_with_strange_names(tmp_path: Path) -> None:
     report = reported(tmp_path / "run", 8, against=(other,))
     check_files(write(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
     with matplotlib.rc_context(STYLE):
-        figure = curves.budgets(report.data, report.data["explorers"][0], report.data["others"], ())
+        figure = curves.budget_curves_figure(report.data, report.data["explorers"][0], report.data["others"], ())
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said[:2] == ["run _$x_{run} (_$x_{run}): vanilla", "run _$x_{run} (_$x_{run}): calibrated"]
 
@@ -141,7 +141,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 def test_budget_curves_are_the_reports(small: Report) -> None:
     explorer = small.data["explorers"][0]
     with matplotlib.rc_context(STYLE):
-        panels = curves.budgets(small.data, explorer, (), ()).axes
+        panels = curves.budget_curves_figure(small.data, explorer, (), ()).axes
     for axes, metric, times in zip(panels, ("top1", "top5", "nlpd", "ece"), (100, 100, 1, 1), strict=True):
         for side, curve, mark, band in zip(
             ("ours", "vanilla"), axes.lines[::2], axes.lines[1::2], axes.collections, strict=True
@@ -200,7 +200,7 @@ def test_pictures_say_what_the_net_said_where_it_stopped(small: Report) -> None:
             k = int(explorer["exits"]["ours"][explorer["chosen"]][i])
             asked = k if name in ("saved", "lost") else small.data["net"]["exits"] - 1
             labels = points["label"][i], points["ours"]["predicted"][asked][i]
-            words = [written(f"{what}: {NAMES[c]}", 6, 66) for what, c in zip(("true", "said"), labels, strict=True)]
+            words = [fit_text(f"{what}: {NAMES[c]}", 6, 66) for what, c in zip(("true", "said"), labels, strict=True)]
             assert axes.get_title("left").split("\n") == [*words, f"exit {k + 1}"]
             np.testing.assert_array_equal(axes.images[0].get_array(), small.sheet.pixels[i].permute(1, 2, 0).numpy())
         titles = [axes.findobj(lambda text, at=axes: _is_title(text, at))[0] for axes in row[: len(shown)]]
@@ -214,11 +214,11 @@ def _is_title(artist: Any, axes: Any) -> bool:
 
 
 def test_names_are_plain_short_lines_in_letters_that_can_be_drawn() -> None:
-    assert [written(name, 6, 66) for name in NAMES[:3]] == ["$a_b$", "<b>_{x}^2$ & \\frac", "😀 ? ?"]
-    assert written(NAMES[3], 6, 66) == "W" * 10 + "…"
-    assert written(NAMES[4], 6, 66) == "two lines??"
-    assert written("x" * 10**6, 7, 120).endswith("x…")
-    assert written("", 6, 66) == ""
+    assert [fit_text(name, 6, 66) for name in NAMES[:3]] == ["$a_b$", "<b>_{x}^2$ & \\frac", "😀 ? ?"]
+    assert fit_text(NAMES[3], 6, 66) == "W" * 10 + "…"
+    assert fit_text(NAMES[4], 6, 66) == "two lines??"
+    assert fit_text("x" * 10**6, 7, 120).endswith("x…")
+    assert fit_text("", 6, 66) == ""
 
 
 def test_a_training_alone_is_the_same_under_any_settings(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.core.costs import Costs
 from exitwise.core.files import write_json
 from exitwise.report import page as pages
-from exitwise.report.build import Order, Report, build, training_report
+from exitwise.report.build import Report, ReportOptions, build, training_report
 from exitwise.runs.run import Run
 from exitwise.training.history import EpochRecord, History
 
@@ -112,7 +112,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     """The shipped net, as after the demo; with its real pictures where they are at hand."""
     place = tmp_path_factory.mktemp("zoo")
     root = request.getfixturevalue("cifar100") if SHARED.is_dir() else None
-    return written(build(Run(zoo_run(place / "run")), Order(root=root)), place / "run" / "report.html")
+    return written(build(Run(zoo_run(place / "run")), ReportOptions(root=root)), place / "run" / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Class names from a data set that means no good."""
     place = tmp_path_factory.mktemp("hostile")
     trace = replace(random_trace(), classes=HOSTILE)
-    return written(build(Run(new_run(place / "<b>run", trace)), Order()), place / "report.html")
+    return written(build(Run(new_run(place / "<b>run", trace)), ReportOptions()), place / "report.html")
 
 
 def shown_percent(value: float) -> str:
@@ -473,7 +473,9 @@ class TestLive:
 
 def test_one_exit(tab: Open, tmp_path: Path) -> None:
     trace = replace(random_trace(widths=(6,)), costs=Costs((1e6,)))
-    seen = tab(written(build(Run(new_run(tmp_path / "run", trace)), Order()), tmp_path / "report.html").file, 390)
+    seen = tab(
+        written(build(Run(new_run(tmp_path / "run", trace)), ReportOptions()), tmp_path / "report.html").file, 390
+    )
     assert "A network with one exit" in seen.page.locator("#headline").inner_text()
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
 

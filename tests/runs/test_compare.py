@@ -24,7 +24,7 @@ from exitwise.evaluation import bootstrap
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 from exitwise.policies.scores import SCORES
 from exitwise.runs.compare import Comparison, PolicyRow, PolicyTable, evenly_spaced_budgets
-from exitwise.runs.run import Run, describe
+from exitwise.runs.run import Run, run_metadata
 
 pytestmark = pytest.mark.numerical
 
@@ -99,7 +99,7 @@ def small_trace(n: int = 240, exits: int = 3) -> ew.Trace:
 def make_run(place: Path, trace: ew.Trace) -> Path:
     """A run of a trace alone."""
     place.mkdir()
-    write_json(place / "run.json", describe({"net": "mine:net"}, {"name": "digits", "root": None}))
+    write_json(place / "run.json", run_metadata({"net": "mine:net"}, {"name": "digits", "root": None}))
     trace.save(place / "trace.safetensors")
     return place
 

@@ -14,7 +14,7 @@ from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA, 
 from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.policies import MethodOption, evaluate, policies
 from exitwise.cli.report import command_line, report
-from exitwise.cli.train import Force, Json, RunArgument, collect, print_json, train
+from exitwise.cli.train import ForceOption, JsonOption, RunArgument, collect, print_json, train
 from exitwise.core.errors import AllRanksError, InputError
 from exitwise.core.rank import is_rank_zero
 from exitwise.core.version import __version__
@@ -102,8 +102,8 @@ for command in (train, collect, evaluate, policies, predict, bench, export, repo
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where to put the run.")] = Path("exitwise-demo"),
-    force: Force = False,
-    as_json: Json = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Copy the shipped CIFAR-100 net to a run, calibrate it by all twelve methods, and write a report to look at."""
     import shutil
@@ -112,15 +112,15 @@ def demo(
     from exitwise.calibration.trace import Trace
     from exitwise.calibration.tuning import Tuner
     from exitwise.cli import tables
-    from exitwise.cli.progress import status
+    from exitwise.cli.progress import spinner
     from exitwise.core.costs import format_cost
     from exitwise.core.files import atomic_directory
     from exitwise.evaluation.paper_tables import make_paper_tables
-    from exitwise.report.build import Order, build
+    from exitwise.report.build import ReportOptions, build
     from exitwise.report.page import write as write_report
     from exitwise.runs.run import Run
 
-    with atomic_directory(out, force) as new, status("Calibrating by twelve methods"):
+    with atomic_directory(out, force) as new, spinner("Calibrating by twelve methods"):
         for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors", "CARD.md"):
             shutil.copyfile(zoo.path(name), new / name)
         trace = Trace.load(new / "trace.safetensors")
@@ -130,8 +130,8 @@ def demo(
             calibration.save(run.calibration_file(calibration.method))
         run.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     page = out / "report.html"
-    with status("Writing the report"):
-        write_report(build(Run(out), Order(command=command_line()), found), page)
+    with spinner("Writing the report"):
+        write_report(build(Run(out), ReportOptions(command=command_line()), found), page)
     if as_json:
         return print_json(
             run=str(out), report=str(page), ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict()
@@ -172,15 +172,15 @@ def calibrate(
     samples: Samples = DEFAULT_DRAWS,
     seed: Seed = 0,
     search: Search = "grid",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tune temperature and prior variance of every exit on the validation split and save the calibration."""
     from exitwise.cli import tables
-    from exitwise.cli.progress import status
+    from exitwise.cli.progress import spinner
 
     chosen = get_method(method)
     opened, _, tuner = _open(run, mode, samples, seed, search)
-    with status(f"Calibrating by {chosen.name}"):
+    with spinner(f"Calibrating by {chosen.name}"):
         made = tuner.calibrate(chosen)
         vanilla = tuner.calibrate(VANILLA)
     made.save(opened.calibration_file(chosen))
@@ -204,17 +204,17 @@ def ablate(
     samples: Samples = DEFAULT_DRAWS,
     seed: Seed = 0,
     search: Search = "grid",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make the paper's twelve-row ablation and its decision experiment."""
     from exitwise import zoo
     from exitwise.cli import tables
-    from exitwise.cli.progress import status
+    from exitwise.cli.progress import spinner
     from exitwise.evaluation.paper_tables import make_paper_tables
 
     methods = list(dict.fromkeys([*METHODS, *(get_method(name).name for name in also or [])]))
     opened, trace, tuner = _open(run, mode, samples, seed, search)
-    with status(f"Calibrating by {len(methods)} methods"):
+    with spinner(f"Calibrating by {len(methods)} methods"):
         found = make_paper_tables(trace, tuner, budget_range, methods)
     opened.add_results(ablation=found.ablation.to_dict(), decisions=found.decisions.to_dict())
     if as_json:
@@ -234,7 +234,7 @@ def cost(
     samples: Samples = DEFAULT_DRAWS,
     num_classes: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     in_channels: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print what stopping at each exit costs: plain, with Laplace, with ensembling, with MC dropout."""
     from dataclasses import asdict
@@ -260,7 +260,7 @@ def cost(
 
 
 @app.command()
-def models(as_json: Json = False) -> None:
+def models(as_json: JsonOption = False) -> None:
     """List the models that can be built by name."""
     from exitwise import models as known
 

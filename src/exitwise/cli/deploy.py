@@ -9,11 +9,11 @@ import typer
 
 from exitwise.calibration.methods import OURS
 from exitwise.cli.policies import Certify
-from exitwise.cli.train import Force, Json, Net, RunArgument, check_numbers, print_json
+from exitwise.cli.train import ForceOption, JsonOption, NetOption, RunArgument, check_positive, print_json
 from exitwise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from exitwise.runs.deploy import Choice
+    from exitwise.runs.deploy import ClassifierOptions
     from exitwise.runs.predict import Summary
 
 Budget = Annotated[
@@ -45,14 +45,14 @@ def predict(
         bool,
         typer.Option("--keep-budget", help="Move thresholds as pictures come, so that their mean cost is the budget."),
     ] = False,
-    net: Net = None,
+    net: NetOption = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; stdout if not given.")] = None,
     format: Annotated[str | None, typer.Option(help="csv or jsonl; by the name of --out, else csv.")] = None,
     probs: Annotated[bool, typer.Option("--probs", help="All probabilities in every row (jsonl).")] = False,
     batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
     threads: Threads = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with --out behind its last whole row.")] = False,
-    force: Force = False,
+    force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format jsonl.")] = False,
 ) -> None:
     """Classify pictures, each with as little computing as its confidence allows; one row each, in their order.
@@ -60,11 +60,11 @@ def predict(
     A row holds the picture's name, the predicted class and its label, the confidence, the exit (from 0) and its cost.
     A picture that cannot be read or classified gets a row with its error.
     """
-    from exitwise.cli.progress import bars
+    from exitwise.cli.progress import progress_bars
     from exitwise.policies.controller import BudgetController
     from exitwise.runs import deploy, predict, row_file
 
-    check_numbers(batch_size=batch_size, threads=threads)
+    check_positive(batch_size=batch_size, threads=threads)
     kind = _format(format, out, as_json)
     if probs and kind != "jsonl":
         raise InputError("--probs needs --format jsonl")
@@ -74,10 +74,10 @@ def predict(
         raise InputError(f"{out} is no regular file")
     if out is not None and out.exists() and not resume and not force:
         raise InputError(f"{out} exists: --resume to go on with it, --force to replace it")
-    found = predict.listing(images)
+    found = predict.list_images(images)
     _set_threads(threads)
     choice = _choice(budget, method, score, net, strategy, certify)
-    classifier = deploy.opened(run, choice, threads)
+    classifier = deploy.open_run_or_bundle(run, choice, threads)
     preprocessing, classes = deploy.about_pictures(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
     fields = [*predict.FIELDS, *(["probs"] if probs else [])]
@@ -86,7 +86,7 @@ def predict(
     def answers(names: Any) -> Any:
         return predict.predict(classifier, names, preprocessing, classes, batch_size, summary, probs, controller)
 
-    with bars() as progress:
+    with progress_bars() as progress:
         if out is None:
             made = row_file.FORMATS[kind]
             _print(made.header(fields))
@@ -95,7 +95,7 @@ def predict(
                 progress("predict", summary.images, found.total)
         else:
             with row_file.RowFile(out, row_file.FORMATS[kind], fields, resume) as file:
-                names, done = predict.skip_done(found.names, file.rows(), out)
+                names, done = predict.skip_done(found.names, file.existing_rows(), out)
                 for row in answers(names):
                     file.add([row])
                     progress("predict", done + summary.images, found.total)
@@ -119,8 +119,8 @@ def bench(
     costs_of: Annotated[
         str, typer.Option(help="The backend and batch size that budgets in milliseconds are about.")
     ] = "optimized:64",
-    net: Net = None,
-    as_json: Json = False,
+    net: NetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure on this machine what each stage takes and what stopping early saves; budgets may then be in ms.
 
@@ -128,19 +128,19 @@ def bench(
     `exitwise evaluate RUN --budget 2ms` and `exitwise predict RUN ... --budget 2ms` use them.
     """
     from exitwise.cli import tables
-    from exitwise.cli.progress import bars
+    from exitwise.cli.progress import progress_bars
     from exitwise.runs import deploy
     from exitwise.runs.run import Run
 
-    check_numbers(
+    check_positive(
         threads=threads, repeats=repeats, **{f"batch_size {i}": size for i, size in enumerate(batch_size or [])}
     )
     _set_threads(threads)
     opened = Run(run)
-    with bars() as progress:
+    with progress_bars() as progress:
         found = deploy.bench(
             opened,
-            deploy.Trial(
+            deploy.BenchOptions(
                 budgets=tuple(budget or ()),
                 method=method or OURS,
                 backends=tuple(backend or ()),
@@ -169,16 +169,16 @@ def export(
     score: Score = None,
     strategy: Strategy = None,
     certify: Certify = None,
-    net: Net = None,
-    force: Force = False,
-    as_json: Json = False,
+    net: NetOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a run's calibrated net as an ONNX bundle, which needs only numpy and onnxruntime to run."""
     from exitwise.core.costs import format_cost
     from exitwise.runs import deploy
     from exitwise.runs.run import Run
 
-    classifier = deploy.classifier_of(Run(run), _choice(budget, method, score, net, strategy, certify))
+    classifier = deploy.build_classifier(Run(run), _choice(budget, method, score, net, strategy, certify))
     classifier.export(out, force=force)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
@@ -198,11 +198,11 @@ def _choice(
     net: str | None,
     strategy: str | None,
     certify: float | None,
-) -> "Choice":
+) -> "ClassifierOptions":
     from exitwise.policies.certificate import Certificate
-    from exitwise.runs.deploy import Choice
+    from exitwise.runs.deploy import ClassifierOptions
 
-    return Choice(budget, method, score, net, strategy, None if certify is None else Certificate(certify))
+    return ClassifierOptions(budget, method, score, net, strategy, None if certify is None else Certificate(certify))
 
 
 def _format(format: str | None, out: Path | None, as_json: bool) -> str:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exitwise.calibration.methods import OURS, VANILLA, get_method
-from exitwise.cli.train import Json, RunArgument, print_json
+from exitwise.cli.train import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from exitwise.runs.policies import Request
+    from exitwise.runs.policies import PolicyOptions
 
 MethodOption = Annotated[
     str, typer.Option(help="One of the paper's methods by its name, with PoE for MIE, or MC dropout for Laplace.")
@@ -32,10 +32,10 @@ Risk = Annotated[str | None, typer.Option(help="What --max-loss is about: accura
 
 def request(
     strategy: str, score: str, objective: str, certify: float | None, max_loss: float | None, risk: str | None
-) -> "Request":
+) -> "PolicyOptions":
     """The options as one."""
     from exitwise.policies.certificate import Certificate
-    from exitwise.runs.policies import Request
+    from exitwise.runs.policies import PolicyOptions
 
     certificate = None
     if risk is not None and max_loss is None:
@@ -44,7 +44,7 @@ def request(
         certificate = Certificate(certify, None if max_loss is None else risk or "accuracy", max_loss)
     elif max_loss is not None:
         raise InputError("--max-loss is part of a guarantee: say how sure it must be by --certify 0.05")
-    return Request(strategy, score, objective, certificate)
+    return PolicyOptions(strategy, score, objective, certificate)
 
 
 def evaluate(
@@ -63,7 +63,7 @@ def evaluate(
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run, such as a baseline's, to show beside; may be repeated.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fit thresholds for a budget on the validation split, and measure on the test split what they buy."""
     from exitwise.calibration.tuning import Tuner
@@ -77,13 +77,13 @@ def evaluate(
     trace = opened.trace()
     if trace.test is None:
         raise InputError(f"the trace of {run} has no test split to evaluate on")
-    costs = collect.costs_for(budget, opened, trace)
+    costs = collect.costs_in_budget_unit(budget, opened, trace)
     amount = collect.parse_budget(budget, costs)
     asked.check(chosen, costs, amount)
     tuner, found, samples = Tuner(trace), {}, {}
     for each in dict.fromkeys((get_method(VANILLA), chosen)):
         its = asked if each == chosen else asked.for_baseline(each)
-        made = policies.tuned(opened, tuner, each, its.certificate)
+        made = policies.calibrate_run(opened, tuner, each, its.certificate)
         policy = made.policy(costs, amount, its)
         result = evaluate_policy(
             made.calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=costs
@@ -91,7 +91,7 @@ def evaluate(
         found[each.name], samples = (policy, result), made.samples
     policy, result = found[chosen.name]
     for other in against or []:
-        name, pair = collect.at_budget(Run(other), amount, costs.unit)
+        name, pair = collect.evaluate_vanilla_at(Run(other), amount, costs.unit)
         found[name] = pair
     opened.save_policy(policy)
     report = {name: {"policy": made.to_dict(), "evaluation": got.to_dict()} for name, (made, got) in found.items()}
@@ -103,7 +103,7 @@ def evaluate(
     out = tables.console()
     out.print(tables.evaluation(found, amount, costs.unit))
     out.print(tables.exits(policy, result, found[VANILLA][1], costs.values, costs.unit))
-    out.print(tables.fitted(policy))
+    out.print(tables.describe_fit(policy))
     return None
 
 
@@ -123,7 +123,7 @@ def policies(
     objective: Objective = "accuracy",
     certify: Annotated[float, typer.Option(help="The certified rows' probability to fail; 0 leaves them out.")] = 0.05,
     repeats: Annotated[int, typer.Option(help="Bootstrap samples behind the intervals.")] = 1000,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare every strategy, for each method and budget, with the paper's public rule: on test data, with intervals.
 
@@ -131,7 +131,7 @@ def policies(
     """
     from exitwise.calibration.methods import METHODS
     from exitwise.cli import tables
-    from exitwise.cli.progress import bars
+    from exitwise.cli.progress import progress_bars
     from exitwise.policies.scores import SCORES
     from exitwise.runs import collect, compare
     from exitwise.runs.run import Run
@@ -142,10 +142,10 @@ def policies(
     methods = [get_method(name) for name in names]
     chosen = list(SCORES) if score == ["all"] else score or ["confidence"]
     in_ms = any(text.strip().lower().endswith("ms") for text in budget or [])
-    costs = collect.costs_for("ms" if in_ms else "", opened, trace)
+    costs = collect.costs_in_budget_unit("ms" if in_ms else "", opened, trace)
     amounts = [collect.parse_budget(text, costs) for text in budget or []] or compare.evenly_spaced_budgets(costs, 6)
     asked = compare.Comparison(tuple(amounts), tuple(methods), tuple(chosen), objective, certify or None, repeats)
-    with bars("methods") as progress:
+    with progress_bars("methods") as progress:
         table = asked.run(opened, trace, costs, lambda done, total: progress("compare", done, total))
     opened.add_results(policies=table.to_dict())
     if as_json:

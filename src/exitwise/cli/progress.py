@@ -15,7 +15,7 @@ from exitwise.training.history import EpochRecord, History
 from exitwise.training.loop import TrainingCallback
 
 
-class Live(TrainingCallback):
+class TrainingProgress(TrainingCallback):
     """On stderr: where nobody watches, the lines alone."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Live(TrainingCallback):
 
 
 @contextmanager
-def bars(of: str = "images") -> Iterator[CollectProgress]:
+def progress_bars(of: str = "images") -> Iterator[CollectProgress]:
     """A progress bar per split, on stderr."""
     columns = (
         TextColumn("{task.description:>5}"),
@@ -99,7 +99,7 @@ def bars(of: str = "images") -> Iterator[CollectProgress]:
 
 
 @contextmanager
-def status(message: str) -> Iterator[Callable[[str], None]]:
+def spinner(message: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr while something runs, where someone watches; what is given changes its message."""
     console = tables.console(stderr=True)
     if not console.is_terminal:

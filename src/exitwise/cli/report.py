@@ -9,7 +9,7 @@ import typer
 
 from exitwise.calibration.methods import OURS, get_method
 from exitwise.cli.policies import MethodOption
-from exitwise.cli.train import Json, RunArgument, print_json
+from exitwise.cli.train import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
 
@@ -34,13 +34,13 @@ def report(
         Path | None, typer.Option(help="Also write the figures as PNG and PDF files into this folder.")
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Write it again and again while the run trains.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a page that shows what the net knows: budgets, uncertainty, calibration, examples, tables, costs.
 
     One file, which needs no network: open it by a double click.
     """
-    from exitwise.cli.progress import status
+    from exitwise.cli.progress import spinner
     from exitwise.report import build, page
     from exitwise.report.figures.write import check, write
     from exitwise.runs import collect
@@ -55,35 +55,35 @@ def report(
         check(static)
     command = command_line()
     if live:
-        from exitwise.report.live import watch
+        from exitwise.report.live import rewrite_while_training
 
         opened.training()  # refuses what is not trained
         print(f"exitwise: {place} is written after every epoch; open it and leave it open", file=sys.stderr)
-        with status("Waiting for the training"):
-            watch(opened, place, command)
+        with spinner("Waiting for the training"):
+            rewrite_while_training(opened, place, command)
     if not opened.trace_file.is_file() and (opened.directory / "history.csv").is_file():
         made = build.training_report(opened, live=False, command=command)
         page.write(made, place)
         if static is not None:
             write(made, static)
-        return _told(place, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
+        return _print_location(place, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
     trace = opened.trace()
     amount, unit = None, "MACs"
     if budget is not None:
-        costs = collect.costs_for(budget, opened, trace)
+        costs = collect.costs_in_budget_unit(budget, opened, trace)
         amount, unit = collect.parse_budget(budget, costs), costs.unit
         costs.check_budget(amount)
-    order = build.Order(method, amount, unit, root, tuple(against or ()), command)
-    with status("Reading the run") as step:
+    order = build.ReportOptions(method, amount, unit, root, tuple(against or ()), command)
+    with spinner("Reading the run") as step:
         made = build.build(opened, order, progress=step)
         page.write(made, place)
         if static is not None:
             step("drawing figures for papers")
             write(made, static)
-    return _told(place, static, as_json)
+    return _print_location(place, static, as_json)
 
 
-def _told(page: Path, figures: Path | None, as_json: bool, next_command: str | None = None) -> None:
+def _print_location(page: Path, figures: Path | None, as_json: bool, next_command: str | None = None) -> None:
     """Where it is."""
     from rich.markup import escape
 

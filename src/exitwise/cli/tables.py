@@ -35,12 +35,12 @@ def console(stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
-def metric(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     factor, digits, _ = _DIGITS[name]
     return f"{value * factor:.{digits}f}"
 
 
-def change(name: str, value: float) -> Text:
+def format_change(name: str, value: float) -> Text:
     """A signed difference, green where it is an improvement and red where it is a loss."""
     factor, digits, more_is_better = _DIGITS[name]
     text = _no_zero(f"{value * factor:+.{digits}f}") if digits == 3 else f"{value * factor:+.{digits}f}"
@@ -92,11 +92,11 @@ def ablation(
     for number, row in enumerate(table):
         cells: list[str | Text] = [Text(row.method, style="bold" if row.method in (OURS, "Our model") else "")]
         for name in metrics:
-            cells.append(_no_zero(metric(name, getattr(row, name))))
-            cells.append(change(name, row.change[name]) if number else "")
+            cells.append(_no_zero(format_metric(name, getattr(row, name))))
+            cells.append(format_change(name, row.change[name]) if number else "")
             if published:
                 known = published.get(row.method) if number else None
-                cells.append(change(name, known[name]) if known else "")
+                cells.append(format_change(name, known[name]) if known else "")
         made.add_row(*cells)
     return made
 
@@ -115,7 +115,7 @@ def summary(table: Table) -> str:
 def _moved(before: TableRow, after: TableRow, name: str, unit: str = "") -> str:
     old, new = getattr(before, name), getattr(after, name)
     verb = "falls" if new < old else "rises" if new > old else "stays"
-    return f"{verb} from {metric(name, old)}{unit} to {metric(name, new)}{unit}"
+    return f"{verb} from {format_metric(name, old)}{unit} to {format_metric(name, new)}{unit}"
 
 
 def _gap(ece: float) -> str:
@@ -277,7 +277,7 @@ def _quicker(speedup: float) -> str:
     return "green" if speedup > 1 else "red"
 
 
-def fitted(policy: Policy) -> str:
+def describe_fit(policy: Policy) -> str:
     """How a policy came about and what is guaranteed of it, in sentences."""
     said = []
     if policy.fit is not None:

@@ -16,13 +16,15 @@ RunToResume = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="The run to go on with, for --resume.", show_default=False)
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Devices = Annotated[int | None, typer.Option(help="Processes on this machine, one per device; torchrun's, or 1.")]
 NumNodes = Annotated[int | None, typer.Option(help="Machines that run this same command; torchrun's, or 1.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode picture files.")]
-Net = Annotated[str | None, typer.Option(help="Your own net: package.module:function, which returns a MultiExitNet.")]
+NetOption = Annotated[
+    str | None, typer.Option(help="Your own net: package.module:function, which returns a MultiExitNet.")
+]
 
 
 def train(
@@ -35,7 +37,7 @@ def train(
     model: Annotated[
         str | None, typer.Option(help="The net's preset (see `exitwise models`); the data set's own.")
     ] = None,
-    net: Net = None,
+    net: NetOption = None,
     out: Annotated[Path | None, typer.Option(help="Where to put the run; exitwise-DATA if not given.")] = None,
     recipe: Annotated[str | None, typer.Option(help="How to train: a recipe's name; the data set's own.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's; its milestones move along.")] = None,
@@ -79,8 +81,8 @@ def train(
     exits: Annotated[int | None, typer.Option(help="With --attach auto: how many exits, of about equal cost.")] = None,
     last: Annotated[bool, typer.Option("--last", help="With --freeze-backbone: train the last head, too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN from its newest checkpoint.")] = False,
-    force: Force = False,
-    as_json: Json = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a net on a data set, by the paper's recipe or your own, on one device or many.
 
@@ -89,16 +91,16 @@ def train(
 
     With --freeze-backbone only the heads learn, each kept from its own best epoch; such a run cannot be resumed.
     """
-    from exitwise.cli.progress import Live
+    from exitwise.cli.progress import TrainingProgress
     from exitwise.runs import collect, train, train_heads
     from exitwise.training.loop import TrainingInterruptedError
     from exitwise.training.machine import Machine
 
     logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
-    order = train.Order(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
+    order = train.TrainOptions(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
     machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
-    means = train.Means(machine, accumulate, workers, checkpoint_minutes)
-    check_numbers(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
+    means = train.ExecutionOptions(machine, accumulate, workers, checkpoint_minutes)
+    check_positive(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
     if workers < 0 or checkpoint_minutes < 0:
         raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
     whole = {"recipe": recipe, "compile": compile, "precision": precision, "accumulate": accumulate}
@@ -127,20 +129,20 @@ def train(
     else:
         place = out or Path(f"exitwise-{Path(data.replace(':', '/')).name}")
     try:
-        with Live() as live:
+        with TrainingProgress() as live:
             if resume:
-                history = train.train_on(place, root, order, means, live)
+                history = train.resume_run(place, root, order, means, live)
             else:
-                source = collect.DataChoice(
+                source = collect.DataOptions(
                     data or "", root, split_seed or 0, val_size, test_size, image_size, skip_unreadable, download
                 )
                 if freeze_backbone:
-                    heads = train_heads.HeadOrder(
+                    heads = train_heads.HeadTrainOptions(
                         model, net, weights, last, epochs, batch_size, lr, distill, seed, attach, exits
                     )
                     history = train_heads.train_new_heads(place, source, heads, machine, workers, force, live)
                 else:
-                    history = train.train_new(place, source, order, means, force, live)
+                    history = train.train_new_run(place, source, order, means, force, live)
     except TrainingInterruptedError as stopped:
         if is_rank_zero():
             many = f" --devices {devices}" if devices else ""
@@ -159,7 +161,7 @@ def collect(
     checkpoint: Annotated[
         Path | None, typer.Option(help="The net's weights, ours or a public MSDNet's or torchvision's, for a new run.")
     ] = None,
-    net: Net = None,
+    net: NetOption = None,
     split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
     val_size: Annotated[int | None, typer.Option(help="Number of validation images, for a new run.")] = None,
     batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
@@ -168,33 +170,33 @@ def collect(
     devices: Devices = None,
     num_nodes: NumNodes = None,
     half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
-    force: Force = False,
-    as_json: Json = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the net once over every split and keep the trace: features of val and test, curvature of train.
 
     An existing RUN knows its net, data set and split; what was made from its old trace goes with it.
     A new RUN is made from --model, --checkpoint, --data and --root.
     """
-    from exitwise.cli.progress import bars
+    from exitwise.cli.progress import progress_bars
     from exitwise.runs import collect
     from exitwise.training.machine import Machine
 
     if batch_size < 1:
         raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
-    with bars() as progress:
-        by = collect.Pass(Machine(accelerator, devices, num_nodes), batch_size, workers, half, progress)
+    with progress_bars() as progress:
+        by = collect.CollectOptions(Machine(accelerator, devices, num_nodes), batch_size, workers, half, progress)
         if (run / "run.json").is_file():
             given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
             for option, value in given.items():
                 if value is not None:
                     raise InputError(f"{run} already has its net and data set: {option} is for a new run")
-            trace = collect.collect_again(run, root, net, force, by)
+            trace = collect.collect_existing_run(run, root, net, force, by)
         else:
             if data is None or checkpoint is None or (model is None) == (net is None):
                 raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
-            source = collect.DataChoice(data, root, split_seed, val_size)
-            trace = collect.collect_new(run, source, model, net, checkpoint, by)
+            source = collect.DataOptions(data, root, split_seed, val_size)
+            trace = collect.collect_new_run(run, source, model, net, checkpoint, by)
     if not is_rank_zero():
         return None
     if as_json:
@@ -204,7 +206,7 @@ def collect(
     return None
 
 
-def check_numbers(**values: int | None) -> None:
+def check_positive(**values: int | None) -> None:
     """Refuse options that are given and below 1."""
     for name, value in values.items():
         if value is not None and value < 1:
@@ -213,7 +215,7 @@ def check_numbers(**values: int | None) -> None:
 
 def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
     from exitwise.runs.run import Run
-    from exitwise.runs.train import same_data
+    from exitwise.runs.train import check_same_data
 
     if run is not None and out is not None and run != out:
         raise InputError(f"--out is for a new run: {run} goes on where it is")
@@ -221,7 +223,7 @@ def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
     if place is None:
         raise InputError("--resume needs the run to go on with: exitwise train RUN --resume")
     if data is not None:
-        same_data(Run(place), data)
+        check_same_data(Run(place), data)
     return place
 
 
@@ -233,7 +235,7 @@ def _report(place: Path, history: Any, net: str | None, as_json: bool) -> None:
         return print_json(run=str(place), best=best.epoch, **history.to_dict())
     exits = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
     kept = "each head as it was in its best" if history.kept else f"epoch {best.epoch}"
-    if attached := Run(place).about["model"].get("attach"):
+    if attached := Run(place).metadata["model"].get("attach"):
         print(f"Exits are behind {', '.join(attached['at'])}, and at the end.")
     print(
         f"Trained for {len(history.epochs)} epochs; kept is {kept}, "

@@ -9,27 +9,27 @@ from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.policies.policy import Policy, thresholds_to_json
-from exitwise.report.evaluated_model import Side, reliability
-from exitwise.runs.policies import Request
+from exitwise.report.evaluated_model import EvaluatedModel, reliability
+from exitwise.runs.policies import PolicyOptions
 
-STEPS = 41  # of the slider
-SHOWN = 12  # samples in a gallery
+SLIDER_STEPS = 41  # of the slider
+GALLERY_SIZE = 12  # samples in a gallery
 
 
-def grid(costs: Costs, chosen: float) -> list[float]:
+def budget_grid(costs: Costs, chosen: float) -> list[float]:
     """Budgets from the first exit's cost to the last's, with the chosen one among them."""
     low, high = costs.values[0], costs.values[-1]
     if low == high:
         return [low]
-    return sorted({*(float(value) for value in np.linspace(low, high, STEPS)), float(chosen)})
+    return sorted({*(float(value) for value in np.linspace(low, high, SLIDER_STEPS)), float(chosen)})
 
 
-def explore(
-    vanilla: Side, ours: Side, costs: Costs, chosen: float, bootstrap: Bootstrap, points: Array
+def explore_budgets(
+    vanilla: EvaluatedModel, ours: EvaluatedModel, costs: Costs, chosen: float, bootstrap: Bootstrap, points: Array
 ) -> dict[str, Any]:
     """Both sides at every budget, with intervals, and what became of the samples that are shown as points."""
-    budgets = grid(costs, chosen)
-    before, after = sides = [_Walk(side, costs, budgets) for side in (vanilla, ours)]
+    budgets = budget_grid(costs, chosen)
+    before, after = sides = [_BudgetSweep(side, costs, budgets) for side in (vanilla, ours)]
     steps = []
     for i, budget in enumerate(budgets):
         drawn = [bootstrap.resampled_metrics(walk.columns(i)) for walk in sides]
@@ -56,12 +56,12 @@ def explore(
     }
 
 
-class _Walk:
+class _BudgetSweep:
     """One side at every budget."""
 
-    def __init__(self, side: Side, costs: Costs, budgets: Sequence[float]) -> None:
+    def __init__(self, side: EvaluatedModel, costs: Costs, budgets: Sequence[float]) -> None:
         self.side = side
-        self.policies = [side.tuned.policy(costs, budget, Request()) for budget in budgets]
+        self.policies = [side.tuned.policy(costs, budget, PolicyOptions()) for budget in budgets]
         self.exits = [policy.exits(side.preds) for policy in self.policies]
         self.evaluations = [side.outcomes.evaluation(exits, costs) for exits in self.exits]
         self._costs = np.asarray(costs.values)
@@ -72,7 +72,7 @@ class _Walk:
 
     def right(self, i: int) -> Array:
         """(n,) at the exit taken."""
-        return np.asarray(self.side.right[self.exits[i], self._all])
+        return np.asarray(self.side.correct[self.exits[i], self._all])
 
     def step(self, i: int, drawn: dict[str, Array]) -> dict[str, Any]:
         found = self.evaluations[i].to_dict()
@@ -83,7 +83,7 @@ class _Walk:
             **found,
             **_policy(self.policies[i]),
             "intervals": {name: _rounded(percentile_interval(values)) for name, values in drawn.items()},
-            "leaving": _leaving(exits, right, self.side.right[-1], len(self._costs)),
+            "leaving": _leaving(exits, right, self.side.correct[-1], len(self._costs)),
             "reliability": reliability(confidence, right),
         }
 
@@ -109,13 +109,13 @@ def _leaving(exits: Array, right: Array, last_right: Array, number: int) -> list
     return [dict(zip(names, row, strict=True)) for row in zip(*counts, strict=True)]
 
 
-def _moved(vanilla: _Walk, ours: _Walk, i: int, points: Array) -> dict[str, Any]:
+def _moved(vanilla: _BudgetSweep, ours: _BudgetSweep, i: int, points: Array) -> dict[str, Any]:
     """Samples that one side leaves early and wrong, while the other goes on and is right."""
     before, after = vanilla.right(i), ours.right(i)
     later = ours.exits[i] - vanilla.exits[i]
     saved, lost = ~before & after & (later > 0), before & ~after & (later < 0)
     return {
-        name: {"samples": int(which.sum()), "points": np.flatnonzero(which[points])[:SHOWN].tolist()}
+        name: {"samples": int(which.sum()), "points": np.flatnonzero(which[points])[:GALLERY_SIZE].tolist()}
         for name, which in (("saved", saved), ("lost", lost))
     }
 

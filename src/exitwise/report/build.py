@@ -22,12 +22,12 @@ from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
 from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, PaperTables, Table, make_paper_tables
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
-from exitwise.report.budget_explorer import explore, grid
-from exitwise.report.evaluated_model import Side
-from exitwise.report.images import Sheet, missing, sheet
-from exitwise.report.provenance import origin_of_net, origin_of_page, origin_of_report
-from exitwise.runs.collect import known_calibration
-from exitwise.runs.policies import Request, Tuned, tuner_like
+from exitwise.report.budget_explorer import budget_grid, explore_budgets
+from exitwise.report.evaluated_model import EvaluatedModel
+from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
+from exitwise.report.provenance import net_provenance, page_provenance, report_provenance
+from exitwise.runs.collect import load_calibration
+from exitwise.runs.policies import CalibratedSplits, PolicyOptions, tuner_with_settings
 from exitwise.runs.run import Run
 from exitwise.training.history import History
 
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class ReportOptions:
     """What is to be reported."""
 
     method: str = OURS
@@ -52,14 +52,16 @@ class Report:
     """The data of a page, and the sheet of pictures where there is one."""
 
     data: dict[str, Any]
-    sheet: Sheet | None = None
+    sheet: SpriteSheet | None = None
 
     @property
     def live(self) -> bool:
         return bool(self.data.get("live"))
 
 
-def build(run: Run, order: Order, known: PaperTables | None = None, progress: Progress = lambda step: None) -> Report:
+def build(
+    run: Run, order: ReportOptions, known: PaperTables | None = None, progress: Progress = lambda step: None
+) -> Report:
     """The report of a run that has a trace with a test split; `known` is a study of it that exists already."""
     trace = run.trace()
     if trace.test is None:
@@ -67,8 +69,8 @@ def build(run: Run, order: Order, known: PaperTables | None = None, progress: Pr
     method = get_method(order.method)
     if method.name == VANILLA:
         raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
-    own = known_calibration(run, trace, method)
-    tuner = tuner_like(own, trace)
+    own = load_calibration(run, trace, method)
+    tuner = tuner_with_settings(own, trace)
     points = uncertainty.sample(len(trace.test))
     units = _units(run, trace, order)
     pictures, note = _sheet(run, order.root, trace.test, points)
@@ -78,12 +80,15 @@ def build(run: Run, order: Order, known: PaperTables | None = None, progress: Pr
     found = known or make_paper_tables(trace, tuner, calibrations=_saved_like(own, run, trace))
     # A calibration that is made here is not saved: a report changes nothing but itself.
     made = found.calibrations.get(method.name) or own or tuner.calibrate(method)
-    vanilla, ours = (Side.of(Tuned(each, trace.val, None), trace.test) for each in (found.calibrations[VANILLA], made))
+    vanilla, ours = (
+        EvaluatedModel.of(CalibratedSplits(each, trace.val, None), trace.test)
+        for each in (found.calibrations[VANILLA], made)
+    )
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
     for costs, chosen in units:
         progress(f"fitting thresholds for budgets in {costs.unit}")
-        explorers.append(explore(vanilla, ours, costs, chosen, bootstrap, points))
+        explorers.append(explore_budgets(vanilla, ours, costs, chosen, bootstrap, points))
     preset = trace.preset or ""
     data = {
         "format": FORMAT,
@@ -104,14 +109,14 @@ def build(run: Run, order: Order, known: PaperTables | None = None, progress: Pr
         "curves": [_curve(name, found.curves[name]) for name in METHODS],
         "published": published.curves(preset),
         "uncertainty": {
-            "vanilla": uncertainty.of_exits(vanilla, trace.num_classes),
-            "ours": uncertainty.of_exits(ours, trace.num_classes),
+            "vanilla": uncertainty.exit_statistics(vanilla, trace.num_classes),
+            "ours": uncertainty.exit_statistics(ours, trace.num_classes),
         },
         "points": {
             "index": _index(trace.test, points),
             "label": trace.test.labels[points].tolist(),
-            "vanilla": uncertainty.said(vanilla, points),
-            "ours": uncertainty.said(ours, points),
+            "vanilla": uncertainty.point_predictions(vanilla, points),
+            "ours": uncertainty.point_predictions(ours, points),
         },
         "galleries": uncertainty.galleries(ours, trace.num_classes, points),
         "pictures": None if pictures is None else pictures.shape,
@@ -127,7 +132,7 @@ def build(run: Run, order: Order, known: PaperTables | None = None, progress: Pr
         "laplace_costs": [*_laplace_costs(trace, ours.tuned.calibration), *published.laplace_costs()],
         "training": _training(run),
         "guarantee": _guarantee(run),
-        "made": origin_of_report(run, trace, ours.tuned.calibration, order.command),
+        "made": report_provenance(run, trace, ours.tuned.calibration, order.command),
     }
     return Report(to_jsonable(data), pictures)
 
@@ -140,11 +145,11 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
         "live": live,
         "net": {
             "run": run.name,
-            "name": str(run.about["model"].get("preset", "your own net")),
+            "name": str(run.metadata["model"].get("preset", "your own net")),
             "data": _data(run),
         },
         "training": _training(run) or {"epochs": [], "of": _epochs(run)},
-        "made": [*origin_of_net(run), *origin_of_page(command)],
+        "made": [*net_provenance(run), *page_provenance(command)],
     }
     return Report(to_jsonable(data))
 
@@ -166,11 +171,11 @@ def _saved_like(own: Calibration | None, run: Run, trace: Trace) -> dict[str, Ca
 
 def _data(run: Run) -> str:
     """The data set's name, of a folder the last part alone."""
-    name = str(run.about["data"]["name"])
+    name = str(run.metadata["data"]["name"])
     return Path(name.removeprefix("folder:")).name or name if name.startswith("folder:") else name
 
 
-def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
+def _units(run: Run, trace: Trace, order: ReportOptions) -> list[tuple[Costs, float]]:
     """Costs in each unit that the run knows, with the budget that the page opens at; the asked unit first."""
     known = [trace.costs]
     if trace.costs.unit != "ms" and run.bench_file.is_file():
@@ -195,14 +200,14 @@ def _units(run: Run, trace: Trace, order: Order) -> list[tuple[Costs, float]]:
     return found
 
 
-def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[Sheet | None, str | None]:
+def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[SpriteSheet | None, str | None]:
     """The pictures, or why there are none; a folder that the user names must have them."""
     try:
-        return sheet(run, root, test, torch.as_tensor(points)), None
+        return make_sprite_sheet(run, root, test, torch.as_tensor(points)), None
     except InputError as error:
         if root is not None:
             raise
-        return None, missing(run, error)
+        return None, images_unavailable_note(run, error)
 
 
 def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
@@ -214,14 +219,14 @@ def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
     if costs.unit != unit:
         raise InputError(f"the costs of {run.directory} are in {costs.unit}, not in {unit}")
     name = trace.preset or run.directory.name
-    own = known_calibration(run, trace, method)
-    tuner = tuner_like(own, trace)
-    plain = known_calibration(run, trace, get_method(VANILLA)) or tuner.calibrate(VANILLA)
-    budgets = grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
+    own = load_calibration(run, trace, method)
+    tuner = tuner_with_settings(own, trace)
+    plain = load_calibration(run, trace, get_method(VANILLA)) or tuner.calibrate(VANILLA)
+    budgets = budget_grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
     curves = []
     for calibration in (plain, own or tuner.calibrate(method)):
-        made = Tuned(calibration, trace.val, None)
-        policies = [made.policy(costs, budget, Request()) for budget in budgets]
+        made = CalibratedSplits(calibration, trace.val, None)
+        policies = [made.policy(costs, budget, PolicyOptions()) for budget in budgets]
         preds = calibration.predict(trace.test)
         curve = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)
         curves.append(_curve(calibration.method.name, curve))
@@ -272,7 +277,7 @@ def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any
 
 
 def _epochs(run: Run) -> int | None:
-    recipe = (run.about.get("training") or {}).get("recipe") or {}
+    recipe = (run.metadata.get("training") or {}).get("recipe") or {}
     epochs = recipe.get("epochs")
     return epochs if isinstance(epochs, int) else None
 

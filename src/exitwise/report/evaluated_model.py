@@ -11,20 +11,20 @@ from exitwise.core.predictions import Array, Predictions
 from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.evaluation.metrics import BINS, bin_of
 from exitwise.policies.scores import exit_scores
-from exitwise.runs.policies import Tuned
+from exitwise.runs.policies import CalibratedSplits
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class EvaluatedModel:
     """What every exit says of every test sample, and what came of it; all arrays (K, n)."""
 
     name: str
-    tuned: Tuned
+    tuned: CalibratedSplits
     preds: Predictions
     outcomes: PerSampleMetrics
 
     @classmethod
-    def of(cls, tuned: Tuned, test: Split) -> "Side":
+    def of(cls, tuned: CalibratedSplits, test: Split) -> "EvaluatedModel":
         preds = tuned.calibration.predict(test)
         return cls(tuned.calibration.method.name, tuned, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
 
@@ -39,7 +39,7 @@ class Side:
         return 1 - np.exp(self.outcomes.log_true)
 
     @cached_property
-    def right(self) -> Array:
+    def correct(self) -> Array:
         return np.asarray(self.outcomes.rank == 0)
 
 

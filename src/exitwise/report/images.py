@@ -14,7 +14,7 @@ from exitwise import data
 from exitwise.calibration.trace import Split
 from exitwise.core.errors import InputError
 from exitwise.data.folders import require_pillow
-from exitwise.runs.collect import pictures
+from exitwise.runs.collect import load_splits
 from exitwise.runs.run import Run
 
 _LARGEST = 3_500_000  # bytes of a sheet; a page may have 8 MB, and base64 adds a third
@@ -23,12 +23,12 @@ _QUALITIES = (85, 60, 40, 20)  # of JPEG, if even the smallest do
 _PLAIN = 500_000  # pixels that a sheet without loss may have
 
 
-class OtherPicturesError(InputError):
+class ImagesUnavailableError(InputError):
     """The run's data set is not where it was looked for."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
+class SpriteSheet:
     """m pictures, row by row in `columns` squares of `side` pixels each."""
 
     pixels: Tensor  # (m, channels, side, side) uint8
@@ -49,39 +49,39 @@ class Sheet:
         return f"data:image/{self.kind};base64,{b64encode(self.content).decode()}"
 
 
-def sheet(run: Run, root: Path | None, test: Split, points: Tensor) -> Sheet:
+def make_sprite_sheet(run: Run, root: Path | None, test: Split, points: Tensor) -> SpriteSheet:
     """The pictures of some test samples, from the run's own data set; refuses one that is another."""
     require_pillow("report")
     if test.index is None:
         raise InputError("the trace does not say where its samples lie in the data set")
     try:
-        found, held = pictures(run, root).test, data.HoldOut.load(run.split_file).test
+        found, held = load_splits(run, root).test, data.HoldOut.load(run.split_file).test
     except InputError as error:
-        raise OtherPicturesError(str(error)) from None
+        raise ImagesUnavailableError(str(error)) from None
     # A copy of the data set may have another order; parts held out keep theirs.
     known = found.index if held is None else held.index
     places = {position: place for place, position in enumerate(known.tolist())}
     wanted = [places.get(position, -1) for position in test.index[points].tolist()]
     positions = torch.tensor(wanted, dtype=torch.int64)
     if -1 in wanted or not torch.equal(found.labels[positions], test.labels[points]):
-        where = root or run.about["data"].get("root") or run.about["data"]["name"]
-        raise OtherPicturesError(f"the test pictures in {where} are not those that the run was made with")
+        where = root or run.metadata["data"].get("root") or run.metadata["data"]["name"]
+        raise ImagesUnavailableError(f"the test pictures in {where} are not those that the run was made with")
     return _fitted(found.pixels_of(positions, None, None))
 
 
-def missing(run: Run, reason: InputError) -> str:
+def images_unavailable_note(run: Run, reason: InputError) -> str:
     """Why there are no pictures, and how to get them."""
     said = f"No pictures: {reason}."
-    if not isinstance(reason, OtherPicturesError):
+    if not isinstance(reason, ImagesUnavailableError):
         return said
-    name = run.about["data"]["name"]
+    name = run.metadata["data"]["name"]
     archives = data.DATA_SETS[name].archives if name in data.DATA_SETS else ()
     files = f" ({archives[0].name}, packed or not)" if archives else ""
     place = shlex.quote(run.name)
     return f"{said} Put {name} as it is published{files} into a folder DIR, and run: exitwise report {place} --root DIR"
 
 
-def _fitted(pixels: Tensor) -> Sheet:
+def _fitted(pixels: Tensor) -> SpriteSheet:
     """As good as the page has room for: smaller first, then coarser."""
     side = max(pixels.shape[2:])
     kind = "png" if len(pixels) * side * side <= _PLAIN else "jpeg"
@@ -93,7 +93,7 @@ def _fitted(pixels: Tensor) -> Sheet:
         content = _encoded(square, columns, kind, quality)
         if len(content) <= _LARGEST:
             break
-    return Sheet(square, columns, content, kind)
+    return SpriteSheet(square, columns, content, kind)
 
 
 def _square(pixels: Tensor, side: int) -> Tensor:

@@ -8,7 +8,7 @@ from exitwise.report.page import LIVE_SECONDS, write
 from exitwise.runs.run import Run
 
 
-def watch(run: Run, place: Path, command: str, seconds: float = LIVE_SECONDS) -> None:
+def rewrite_while_training(run: Run, place: Path, command: str, seconds: float = LIVE_SECONDS) -> None:
     """Write the page until the last epoch is done; an interrupt ends it, and leaves a page that no longer reloads."""
     shown: object = None
     try:

@@ -13,19 +13,19 @@ from exitwise.runs.run import Run, versions
 Pairs = list[tuple[str, str]]
 
 
-def origin_of_net(run: Run) -> Pairs:
+def net_provenance(run: Run) -> Pairs:
     """Where the net and its data come from."""
-    about, model = run.about["data"], run.about["model"]
+    about, model = run.metadata["data"], run.metadata["model"]
     pairs = [("net", _words(model))]
     kept = {key: value for key, value in about.items() if key not in ("name", "root") and value is not None}
     pairs.append(("data set", f"{about['name']}{', ' * bool(kept)}{_words(kept)}"))
-    training = run.about.get("training")
+    training = run.metadata.get("training")
     if isinstance(training, dict):
         recipe = training.get("recipe") or {}
         pairs.append(("training", _words(recipe)))
         rest = {key: value for key, value in training.items() if key not in ("recipe", "images")}
         pairs.append(("training run", _words(rest)))
-    used = run.about.get("versions")
+    used = run.metadata.get("versions")
     if isinstance(used, Mapping):
         pairs.append(("run made with", _words(used)))
     return pairs
@@ -35,27 +35,27 @@ def _words(pairs: Mapping[str, Any]) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in pairs.items() if value is not None)
 
 
-def origin_of_page(command: str) -> Pairs:
+def page_provenance(command: str) -> Pairs:
     """When and with what the report itself was made."""
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     pairs = [("report made with", _words(versions())), ("report made at", now)]
     return [*pairs, *([("command", command)] if command else [])]
 
 
-def origin_of_report(run: Run, trace: Trace, calibration: Calibration, command: str) -> Pairs:
+def report_provenance(run: Run, trace: Trace, calibration: Calibration, command: str) -> Pairs:
     """Everything that is needed to make the report again."""
     sizes = f"{len(trace.val):,} validation, {len(trace.test or ()):,} test"
     temperatures = ", ".join(f"{t:.4g}" for t in calibration.temperatures)
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
     return [
-        *origin_of_net(run),
+        *net_provenance(run),
         ("samples", f"{trace.curvature[0].n:,} for the curvature, {sizes}"),
         ("calibration", _words({"mode": calibration.mode, **calibration.settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),
         ("thresholds", "by `auto` on the validation split, for every budget of the slider; measured on the test split"),
         ("intervals", f"{LEVEL:.0%} bootstrap intervals, 1,000 draws of the test samples, seed 0"),
-        *origin_of_page(command),
+        *page_provenance(command),
         ("to make it again", "\n".join(_commands(run, calibration))),
     ]
 
@@ -63,9 +63,9 @@ def origin_of_report(run: Run, trace: Trace, calibration: Calibration, command: 
 def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
     """From nothing to the report, as far as the run knows."""
     place = shlex.quote(run.name)
-    data, training = run.about["data"], run.about.get("training")
+    data, training = run.metadata["data"], run.metadata.get("training")
     if isinstance(training, dict):
-        recipe, model = training.get("recipe") or {}, run.about["model"]
+        recipe, model = training.get("recipe") or {}, run.metadata["model"]
         cuts = (model.get("attach") or {}).get("at")
         options = {
             "data": data["name"],

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from exitwise.core.predictions import Array
-from exitwise.report.budget_explorer import SHOWN
-from exitwise.report.evaluated_model import Side, reliability
+from exitwise.report.budget_explorer import GALLERY_SIZE
+from exitwise.report.evaluated_model import EvaluatedModel, reliability
 
 POINTS = 2000
 BINS = 30
@@ -25,11 +25,11 @@ def sample(samples: int, seed: int = 0) -> Array:
     return np.sort(np.random.default_rng(seed).choice(samples, POINTS, replace=False))
 
 
-def of_exits(side: Side, classes: int) -> list[dict[str, Any]]:
+def exit_statistics(side: EvaluatedModel, classes: int) -> list[dict[str, Any]]:
     """What the plots and diagrams of each exit show, from all samples."""
     most = log(max(classes, 2))
     found = []
-    for k, (entropy, error, right) in enumerate(zip(side.entropy, side.error, side.right, strict=True)):
+    for k, (entropy, error, right) in enumerate(zip(side.entropy, side.error, side.correct, strict=True)):
         cells, _, _ = np.histogram2d(np.minimum(entropy, most), error, bins=CELLS, range=((0, most), (0, 1)))
         high = error > 0.5
         found.append(
@@ -40,7 +40,7 @@ def of_exits(side: Side, classes: int) -> list[dict[str, Any]]:
                 "erring_share": float(high.mean()),
                 "correct": _histogram(entropy[right], most),
                 "wrong": _histogram(entropy[~right], most),
-                "kinds": {name: int(which.sum()) for name, which in kinds(entropy, error, most).items()},
+                "kinds": {name: int(which.sum()) for name, which in sample_categories(entropy, error, most).items()},
                 "reliability": reliability(side.outcomes.confidence[k], right),
             }
         )
@@ -51,13 +51,13 @@ def _histogram(entropy: Array, most: float) -> list[int]:
     return [int(n) for n in np.histogram(np.minimum(entropy, most), bins=BINS, range=(0, most))[0]]
 
 
-def kinds(entropy: Array, error: Array, most: float) -> dict[str, Array]:
+def sample_categories(entropy: Array, error: Array, most: float) -> dict[str, Array]:
     """(n,) which samples are easy, hard and tricky."""
     sure, wrong = entropy < most / 2, error > 0.5
     return {"easy": sure & ~wrong, "hard": ~sure & wrong, "tricky": sure & wrong}
 
 
-def galleries(side: Side, classes: int, points: Array) -> dict[str, list[int]]:
+def galleries(side: EvaluatedModel, classes: int, points: Array) -> dict[str, list[int]]:
     """Of the points, the plainest of each kind, as the last exit sees them."""
     most = log(max(classes, 2))
     entropy, error = side.entropy[-1][points], side.error[-1][points]
@@ -67,12 +67,12 @@ def galleries(side: Side, classes: int, points: Array) -> dict[str, list[int]]:
         "tricky": error - entropy / most,
     }
     return {
-        name: [int(i) for i in np.argsort(-plainness[name], kind="stable") if which[i]][:SHOWN]
-        for name, which in kinds(entropy, error, most).items()
+        name: [int(i) for i in np.argsort(-plainness[name], kind="stable") if which[i]][:GALLERY_SIZE]
+        for name, which in sample_categories(entropy, error, most).items()
     }
 
 
-def said(side: Side, points: Array) -> dict[str, Any]:
+def point_predictions(side: EvaluatedModel, points: Array) -> dict[str, Any]:
     """What each exit says of the points, in whole thousandths: the page has room for no more."""
 
     def thousandths(values: Array) -> list[list[int]]:

@@ -26,7 +26,7 @@ from exitwise.calibration.methods import VANILLA, Method
 from exitwise.models.net import MultiExitNet
 from exitwise.policies.policy import Policy
 from exitwise.core.distributed import rank
-from exitwise.runs.run import Run, describe
+from exitwise.runs.run import Run, run_metadata
 from exitwise.core.files import atomic_directory
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
@@ -52,15 +52,15 @@ def parse_budget(text: str, costs: Costs) -> float:
     return value
 
 
-def costs_for(budget: str, run: Run, trace: Trace) -> Costs:
+def costs_in_budget_unit(budget: str, run: Run, trace: Trace) -> Costs:
     """What exits cost, in the unit of a budget: MACs from the trace, or milliseconds as `exitwise bench` measured."""
     in_ms = budget.strip().lower().endswith("ms")
     return run.measured_costs() if in_ms and trace.costs.unit != "ms" else trace.costs
 
 
-def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:
+def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
     """The run's saved calibration by a method, or a new one, saved."""
-    known = known_calibration(run, tuner.trace, method)
+    known = load_calibration(run, tuner.trace, method)
     if known is None:
         known = tuner.calibrate(method)
         known.save(run.calibration_file(method))
@@ -69,7 +69,7 @@ def calibration_of(run: Run, tuner: Tuner, method: Method) -> Calibration:
     return known
 
 
-def known_calibration(run: Run, trace: Trace, method: Method) -> Calibration | None:
+def load_calibration(run: Run, trace: Trace, method: Method) -> Calibration | None:
     """The run's saved calibration by a method, if there is one; refuses one of another net."""
     known = run.calibration(method)
     if known is not None and not known.belongs_to(trace):
@@ -77,7 +77,7 @@ def known_calibration(run: Run, trace: Trace, method: Method) -> Calibration | N
     return known
 
 
-def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Evaluation]]:
+def evaluate_vanilla_at(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Evaluation]]:
     """Another run's plain net at a budget, to compare with; a net with one exit at its own cost."""
     trace = run.trace()
     if trace.test is None:
@@ -94,7 +94,7 @@ def at_budget(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Ev
 
 
 @dataclass(frozen=True)
-class DataChoice:
+class DataOptions:
     """Where a run's pictures come from; what is None is the data set's own."""
 
     name: str
@@ -136,9 +136,9 @@ def absolute(name: str) -> str:
     return f"{kind}:{Path(path).resolve()}" if colon else name
 
 
-def pictures(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
+def load_splits(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
     """The pictures of an existing run, in its own split."""
-    about = run.about["data"]
+    about = run.metadata["data"]
     size = about.get("image_size") or FILE_SIZE
     if not isinstance(size, int):
         raise InputError(f"{run.directory / 'run.json'} must give a whole number as image_size, but gives {size!r}")
@@ -146,12 +146,12 @@ def pictures(run: Run, root: Path | None) -> data.Splits[data.Pictures]:
     return data.HoldOut.load(run.split_file).apply(train, test)
 
 
-def new_net(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:
+def build_net(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:
     """An untrained net for pictures of a shape, by its preset's name or by the user's own function."""
     if function is None:
         net = models.build(str(preset), num_classes=classes, in_channels=shape[0])
     else:
-        net = own_net(function)
+        net = import_net(function)
     if net.num_classes != classes:
         raise InputError(f"the net must have the data set's {classes} classes, but has {net.num_classes}")
     if function is None:
@@ -159,7 +159,7 @@ def new_net(preset: str | None, function: str | None, shape: tuple[int, int, int
     return net
 
 
-def own_net(function: str) -> MultiExitNet:
+def import_net(function: str) -> MultiExitNet:
     """What `package.module:function` returns; only ever from the command line, never from a file."""
     module, colon, name = function.partition(":")
     sys.path.insert(0, str(Path.cwd()))
@@ -184,9 +184,9 @@ def own_net(function: str) -> MultiExitNet:
     return net
 
 
-def net_of(run: Run, function: str | None) -> MultiExitNet:
+def rebuild_net(run: Run, function: str | None) -> MultiExitNet:
     """The untrained net of a run."""
-    spec = run.about.get("model")
+    spec = run.metadata.get("model")
     if isinstance(spec, dict) and "preset" in spec:
         if function is not None:
             raise InputError(f"{run.directory} has the net {spec['preset']!r}: --net is for other nets")
@@ -194,11 +194,11 @@ def net_of(run: Run, function: str | None) -> MultiExitNet:
     if function is None:
         made = spec.get("net") if isinstance(spec, dict) else None
         raise InputError(f"{run.directory} has a net of its own: give --net {made or 'package.module:function'} again")
-    return own_net(function)
+    return import_net(function)
 
 
 @dataclass(frozen=True)
-class Pass:
+class CollectOptions:
     """How a net is run over pictures."""
 
     machine: Machine
@@ -212,39 +212,39 @@ class Pass:
         return torch.float16 if self.half else torch.float32
 
 
-def collect_new(
-    directory: Path, source: DataChoice, preset: str | None, function: str | None, weights: Path, by: Pass
+def collect_new_run(
+    directory: Path, source: DataOptions, preset: str | None, function: str | None, weights: Path, by: CollectOptions
 ) -> Trace:
     """Make a run from a checkpoint and a data set, and collect its trace."""
     size = models.config(preset).input_shape[1] if preset else FILE_SIZE  # a mistyped name is said before data are read
     held, splits, about = source.load(size)
-    net = new_net(preset, function, splits.train.shape, len(splits.train.classes))
+    net = build_net(preset, function, splits.train.shape, len(splits.train.classes))
     load_checkpoint(net, weights)
     _launch(by.machine, net)
     with atomic_directory(directory) if rank() == 0 else nullcontext() as new:
         trace = _collect(net, splits, by)
         if new:
-            write_json(new / "run.json", describe(net.spec or {"net": function}, about))
+            write_json(new / "run.json", run_metadata(net.spec or {"net": function}, about))
             save_checkpoint(net, new / "net.safetensors")
             held.save(new / "split.safetensors")
             trace.save(new / "trace.safetensors", dtype=by.dtype)
     return trace
 
 
-def collect_again(directory: Path, root: Path | None, function: str | None, force: bool, by: Pass) -> Trace:
+def collect_existing_run(directory: Path, root: Path | None, function: str | None, force: bool, by: CollectOptions) -> Trace:
     """Collect the trace of an existing run from its own net, data set and split."""
     run = Run(directory)
     if run.trace_file.exists() and not force:
         raise InputError(f"{run.trace_file} exists: --force to collect it again")
     if not run.net_file.exists():
         raise InputError(f"{directory} has no net yet: `exitwise train {directory} --resume` goes on with its training")
-    net = load_checkpoint(net_of(run, function), run.net_file)
-    splits = pictures(run, root)
+    net = load_checkpoint(rebuild_net(run, function), run.net_file)
+    splits = load_splits(run, root)
     _launch(by.machine, net)
     trace = _collect(net, splits, by)
     if rank() == 0:
         trace.save(run.trace_file, dtype=by.dtype)
-        run.forget()
+        run.remove_derived()
     return trace
 
 
@@ -258,7 +258,7 @@ def _launch(machine: Machine, net: MultiExitNet) -> None:
     net.to(fabric.device)
 
 
-def _collect(net: MultiExitNet, splits: data.Splits[data.Pictures], by: Pass) -> Trace:
+def _collect(net: MultiExitNet, splits: data.Splits[data.Pictures], by: CollectOptions) -> Trace:
     parts = (splits.train, splits.val, splits.test)
     loaders = [data.Batches(part, by.batch_size, by.workers) for part in parts]
     return collect(net, *loaders, classes=splits.train.classes, progress=by.progress)

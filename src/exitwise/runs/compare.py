@@ -115,19 +115,19 @@ class Comparison:
         rows: list[PolicyRow] = []
         notes: list[str] = []
         samples: dict[str, Any] = {}
-        sure: policies.Tuned | None = None
+        sure: policies.CalibratedSplits | None = None
         for number, (method, score) in enumerate(possible):
             progress(number, len(possible))
             if number == 0 or possible[number - 1][0] != method:
-                made = policies.tuned(run, tuner, method, None)
+                made = policies.calibrate_run(run, tuner, method, None)
                 test = made.calibration.predict(trace.test)
                 if certificate is not None:
-                    sure = policies.tuned(run, tuner, method, certificate)
+                    sure = policies.calibrate_run(run, tuner, method, certificate)
                     sure_test = sure.calibration.predict(trace.test)
                     sure_outcomes = PerSampleMetrics.of(sure_test, trace.test.labels.numpy())
             public_rule = sweep(made.preds, costs=costs, score=score)
             judge = _TestEvaluator(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
-            requests = {name: policies.Request(name, score, self.objective) for name in STRATEGIES}
+            requests = {name: policies.PolicyOptions(name, score, self.objective) for name in STRATEGIES}
             guaranteed = replace(requests["auto"], certificate=certificate)
             for budget in dict.fromkeys(self.budgets):
                 public = judge.sweep_policy_within(budget)

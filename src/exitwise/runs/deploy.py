@@ -15,14 +15,14 @@ import torch
 from exitwise import data
 from exitwise.models.weights import load_checkpoint
 from exitwise.policies.certificate import Certificate
-from exitwise.runs.collect import FILE_SIZE, calibration_of, costs_for, net_of, parse_budget
+from exitwise.runs.collect import FILE_SIZE, load_or_calibrate, costs_in_budget_unit, rebuild_net, parse_budget
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import write_json
 from exitwise.policies.fit import fit_policy
 from exitwise.calibration.methods import OURS, get_method
 from exitwise.models.net import MultiExitNet
-from exitwise.runs.policies import Request, certificate_of, tuned
+from exitwise.runs.policies import PolicyOptions, certificate_from, calibrate_run
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.runs.run import Run
 from exitwise.runtime import bench as benching
@@ -33,7 +33,7 @@ from exitwise.calibration.tuning import Tuner
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClassifierOptions:
     """Which of a run's classifiers is meant; what is None is that of the last evaluation, the method the whole one."""
 
     budget: str | None
@@ -44,21 +44,21 @@ class Choice:
     certificate: Certificate | None = None
 
 
-def own_net_of(run: Run, function: str | None) -> MultiExitNet:
+def load_run_net(run: Run, function: str | None) -> MultiExitNet:
     """The run's net with its weights, in evaluation mode."""
     if not run.net_file.is_file():
         raise InputError(f"{run.directory} has no net.safetensors")
-    return load_checkpoint(net_of(run, function), run.net_file).eval()
+    return load_checkpoint(rebuild_net(run, function), run.net_file).eval()
 
 
 def preprocessing_of(run: Run) -> Preprocessing:
     """How a picture becomes one like those that the run's net was trained on."""
-    about = run.about["data"]
+    about = run.metadata["data"]
     size = about.get("image_size") or FILE_SIZE
     return data.data_set(about["name"]).preprocessing(size)
 
 
-def classifier_of(run: Run, choice: Choice) -> Classifier:
+def build_classifier(run: Run, choice: ClassifierOptions) -> Classifier:
     """The run's net, calibrated, with thresholds for a budget, fitted on the validation split."""
     method = get_method(choice.method or OURS)
     last = run.policy()
@@ -67,27 +67,27 @@ def classifier_of(run: Run, choice: Choice) -> Classifier:
     objective = "accuracy"
     if budget is None and last is not None and last.budget is not None:
         budget = f"{last.budget!r}{'ms' if last.unit == 'ms' else ''}"
-        score, certificate = score or last.score, certificate or certificate_of(last.guarantee)
+        score, certificate = score or last.score, certificate or certificate_from(last.guarantee)
         strategy = strategy or last.strategy
         objective = last.fit.objective if last.fit is not None else objective
     elif budget is None:
         budget = "50%"
         print("exitwise: no --budget and none evaluated yet: half of the full cost", file=sys.stderr)
-    request = Request(strategy or "auto", score or "confidence", objective, certificate)
-    costs = costs_for(budget, run, trace)
+    request = PolicyOptions(strategy or "auto", score or "confidence", objective, certificate)
+    costs = costs_in_budget_unit(budget, run, trace)
     asked = parse_budget(budget, costs)
     request.check(method, costs, asked)
-    made = tuned(run, Tuner(trace), method, certificate)
+    made = calibrate_run(run, Tuner(trace), method, certificate)
     calibration, policy = made.calibration, made.policy(costs, asked, request)
-    net = own_net_of(run, choice.net)
+    net = load_run_net(run, choice.net)
     return Classifier(net, calibration, policy, classes=trace.classes, preprocessing=preprocessing_of(run))
 
 
-def opened(place: Path, choice: Choice, threads: int | None) -> Classifier | Session:
+def open_run_or_bundle(place: Path, choice: ClassifierOptions, threads: int | None) -> Classifier | Session:
     """A run as a quick classifier, or a bundle as a session."""
     if not (place / MANIFEST).is_file():
-        return classifier_of(Run(place), choice).optimize()
-    if choice != Choice(None, None):
+        return build_classifier(Run(place), choice).optimize()
+    if choice != ClassifierOptions(None, None):
         raise InputError(f"{place} is a bundle with a method, a net and thresholds of its own: export another one")
     return Session(place, threads=threads)
 
@@ -108,7 +108,7 @@ def full_cost(classifier: Classifier | Session) -> tuple[float, str]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class BenchOptions:
     """What is to be measured; what is empty is the usual."""
 
     budgets: tuple[str, ...]
@@ -121,7 +121,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Benched:
+class BenchReport:
     """What was measured, and what bench.json says of it."""
 
     bench: benching.Bench
@@ -134,7 +134,7 @@ class Benched:
 _IMAGES = 512  # of noise
 
 
-def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Benched:
+def bench(run: Run, trial: BenchOptions, progress: Callable[[int, int], None]) -> BenchReport:
     """Measure a run's net on this machine and keep the times in the run."""
     backend, _, size = trial.costs_of.partition(":")
     if not size.isdecimal() or not int(size):
@@ -149,15 +149,15 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
     backends = tuple(dict.fromkeys((*backends, backend)))
     batch_sizes = tuple(sorted({*(trial.batch_sizes or benching.BATCH_SIZES), int(size)}))
     trace = run.trace()
-    calibration = calibration_of(run, Tuner(trace), get_method(trial.method))
-    net = own_net_of(run, trial.net)
+    calibration = load_or_calibrate(run, Tuner(trace), get_method(trial.method))
+    net = load_run_net(run, trial.net)
     shape = preprocessing_of(run).shape
     images = torch.randn(max(_IMAGES, *batch_sizes), *shape, generator=torch.Generator().manual_seed(0))
     preds = benching.predictions(net, calibration, images)
     val = calibration.predict(trace.val)
     policies = {}
     for text in trial.budgets or [f"{share:.0%}" for share in benching.BUDGETS]:
-        known = costs_for(text, run, trace)
+        known = costs_in_budget_unit(text, run, trace)
         budget = parse_budget(text, known)
         if not trial.budgets and budget < known.values[0]:
             notes.append(f"A budget of {text} is left out: the first exit alone costs more.")
@@ -178,7 +178,7 @@ def bench(run: Run, trial: Trial, progress: Callable[[int, int], None]) -> Bench
         **found.to_dict(),
     }
     write_json(run.bench_file, about)
-    return Benched(found, costs, trace.costs, tuple(notes), about)
+    return BenchReport(found, costs, trace.costs, tuple(notes), about)
 
 
 def _machine() -> str:

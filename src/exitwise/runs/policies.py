@@ -6,7 +6,7 @@ from typing import Any
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.policies.certificate import Certificate, Guarantee
-from exitwise.runs.collect import calibration_of
+from exitwise.runs.collect import load_or_calibrate
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.policies.fit import PolicyFitter, check_fit_arguments
@@ -20,7 +20,7 @@ from exitwise.calibration.tuning import Tuner
 
 
 @dataclass(frozen=True)
-class Request:
+class PolicyOptions:
     """How thresholds are to be made."""
 
     strategy: str = "auto"
@@ -34,7 +34,7 @@ class Request:
         if self.score == "variance" and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
-    def for_baseline(self, method: Method) -> "Request":
+    def for_baseline(self, method: Method) -> "PolicyOptions":
         """The same for a net to compare with, as far as it can follow: vanilla has no draws and certifies no loss."""
         certificate = self.certificate
         if certificate is not None and certificate.risk is not None:
@@ -45,14 +45,14 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Tuned:
+class CalibratedSplits:
     """A calibration, the samples that it was tuned on and that thresholds may see, and those that nothing may see."""
 
     calibration: Calibration
     val: Split
     hold: Split | None
 
-    def policy(self, costs: Costs, budget: float, request: Request) -> Policy:
+    def policy(self, costs: Costs, budget: float, request: PolicyOptions) -> Policy:
         """Thresholds for a budget, certified if that is asked for."""
         fitter = self._fitter(costs, request.score, request.objective)
         if request.certificate is None or self._held is None or self.hold is None:
@@ -92,15 +92,15 @@ class Tuned:
         }
 
 
-def tuned(run: Run, tuner: Tuner, method: Method, certificate: Certificate | None) -> Tuned:
+def calibrate_run(run: Run, tuner: Tuner, method: Method, certificate: Certificate | None) -> CalibratedSplits:
     """Calibrate a run on its validation split or, for a certificate, on the part of it that is not held out."""
     if certificate is None:
-        return Tuned(calibration_of(run, tuner, method), tuner.trace.val, None)
+        return CalibratedSplits(load_or_calibrate(run, tuner, method), tuner.trace.val, None)
     rest, hold = tuner.trace.hold_out(certificate.hold, certificate.seed)
-    return Tuned(tuner_like(run.calibration(method), rest).calibrate(method), rest.val, hold)
+    return CalibratedSplits(tuner_with_settings(run.calibration(method), rest).calibrate(method), rest.val, hold)
 
 
-def tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
+def tuner_with_settings(known: Calibration | None, trace: Trace) -> Tuner:
     """With the settings of a calibration that the run has, on other samples."""
     if known is None:
         return Tuner(trace)
@@ -116,7 +116,7 @@ def tuner_like(known: Calibration | None, trace: Trace) -> Tuner:
     )
 
 
-def certificate_of(guarantee: Guarantee | None) -> Certificate | None:
+def certificate_from(guarantee: Guarantee | None) -> Certificate | None:
     """What was asked for, to ask for it again."""
     if guarantee is None:
         return None

@@ -20,7 +20,7 @@ from exitwise.runtime.engine import Answer
 FIELDS = ("image", "predicted", "label", "confidence", "exit", "cost", "error")
 
 
-class Streaming(Protocol):
+class StreamClassifier(Protocol):
     """A `Classifier` or an ONNX `Session`."""
 
     def stream(
@@ -29,22 +29,22 @@ class Streaming(Protocol):
 
 
 @dataclass(frozen=True)
-class Listing:
+class ImageList:
     """Names of pictures, and how many there are where that is known."""
 
     names: Iterable[str]
     total: int | None
 
 
-def listing(arguments: Sequence[str]) -> Listing:
+def list_images(arguments: Sequence[str]) -> ImageList:
     """Files as they are given, the pictures in folders, and for - the lines of stdin."""
     require_pillow()
     if "-" in arguments:
         if len(arguments) > 1:
             raise InputError("- reads the list of pictures from stdin: it cannot stand beside other names")
-        return Listing(_lines(), None)
+        return ImageList(_lines(), None)
     names = [name for argument in arguments for name in (_inside(argument) if Path(argument).is_dir() else [argument])]
-    return Listing(names, len(names))
+    return ImageList(names, len(names))
 
 
 def _lines() -> Iterator[str]:
@@ -61,7 +61,7 @@ def _inside(folder: str) -> list[str]:
     return [str(path) for path in found]
 
 
-def readable(name: str, preprocessing: Preprocessing) -> Array | InputError:
+def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError:
     """The pixels of a file, or what is wrong with it."""
     try:
         pixels = load_image(Path(name), preprocessing)
@@ -96,7 +96,7 @@ class Summary:
 
 
 def predict(
-    classifier: Streaming,
+    classifier: StreamClassifier,
     names: Iterable[str],
     preprocessing: Preprocessing,
     classes: Sequence[str] | None,
@@ -111,7 +111,7 @@ def predict(
     def images() -> Iterator[Array | InputError]:
         for name in names:
             waiting.append(name)
-            yield readable(name, preprocessing)
+            yield read_or_error(name, preprocessing)
 
     for answer in classifier.stream(images(), batch_size, controller=controller):
         summary.add(answer)

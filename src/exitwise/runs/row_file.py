@@ -18,7 +18,7 @@ class Format(Protocol):
 
     def header(self, fields: Sequence[str]) -> bytes: ...
     def row(self, row: Mapping[str, Any]) -> bytes: ...
-    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+    def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         """The records of a file, without one at its end that was cut off."""
         ...
 
@@ -94,15 +94,15 @@ class RowFile:
     def _whole_size(self) -> int:
         """Up to where the file holds whole rows."""
         with self.path.open("rb") as file:
-            return sum(len(record) for record in self._format.whole(file))
+            return sum(len(record) for record in self._format.complete_records(file))
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def existing_rows(self) -> Iterator[dict[str, Any]]:
         """Those that were there already."""
         header = self._format.header(self._fields)
         with self.path.open("rb") as file:
             if file.read(len(header)) != header:
                 raise InputError(f"{self.path} does not begin with the columns {', '.join(self._fields)}")
-            for number, record in enumerate(self._format.whole(file), start=1):
+            for number, record in enumerate(self._format.complete_records(file), start=1):
                 try:
                     yield self._format.read(record, self._fields)
                 except (ValueError, csv.Error):

@@ -39,16 +39,16 @@ class Run:
         self.directory = Path(directory)
         if not (self.directory / "run.json").is_file():
             raise InputError(f"{self.directory} is not a run: it has no run.json")
-        self.about = read_json(self.directory / "run.json")
-        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
-            found = f"{self.about.get('format')!r} version {self.about.get('version')!r}"
+        self.metadata = read_json(self.directory / "run.json")
+        if self.metadata.get("format") != FORMAT or self.metadata.get("version") != VERSION:
+            found = f"{self.metadata.get('format')!r} version {self.metadata.get('version')!r}"
             raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
-        data = self.about.get("data")
+        data = self.metadata.get("data")
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
         if not isinstance(data.get("root"), str | None):
             raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
-        model, training = self.about.get("model"), self.about.get("training")
+        model, training = self.metadata.get("model"), self.metadata.get("training")
         if not isinstance(model, dict) or not _may_be_attached(model.get("attach")):
             raise InputError(f"{self.directory / 'run.json'} must describe its model, but says {model!r}")
         described = isinstance(training, dict) and isinstance(training.get("recipe"), dict | None)
@@ -76,7 +76,7 @@ class Run:
 
     def training(self) -> dict[str, Any]:
         """How the run's net is trained."""
-        found = self.about.get("training")
+        found = self.metadata.get("training")
         if not isinstance(found, dict):
             raise InputError(f"{self.directory} was not made by training: there is nothing to go on with")
         return found
@@ -100,7 +100,7 @@ class Run:
         file = self.calibration_file(method)
         return Calibration.load(file) if file.is_file() else None
 
-    def forget(self) -> None:
+    def remove_derived(self) -> None:
         """Remove what was made from an earlier trace."""
         shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
         for name in ("policy.json", "results.json", "bench.json"):
@@ -135,7 +135,7 @@ class Run:
         write_json(file, {**known, **results})
 
 
-def describe(
+def run_metadata(
     model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The contents of run.json."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exitwise import data, models
-from exitwise.runs.collect import FILE_SIZE, DataChoice, absolute, net_of, new_net, pictures
+from exitwise.runs.collect import FILE_SIZE, DataOptions, absolute, rebuild_net, build_net, load_splits
 from exitwise.core.errors import InputError, AllRanksError
 from exitwise.core.files import write_json
 from exitwise.training.history import History
@@ -17,7 +17,7 @@ from exitwise.training.machine import Machine
 from exitwise.models.net import MultiExitNet
 from exitwise.core.distributed import run_on_rank_zero, rank
 from exitwise.training.recipes import Recipe, get_recipe
-from exitwise.runs.run import Run, describe
+from exitwise.runs.run import Run, run_metadata
 from exitwise.core.files import atomic_directory
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.training.batch_sources import as_batch_source
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainOptions:
     """What a training is asked to be; what is None is the data set's own, or the run's when it goes on."""
 
     model: str | None = None
@@ -43,7 +43,7 @@ class Order:
     compile: bool | None = None
     precision: str | None = None
 
-    def made(self, known: data.DataSet) -> Recipe:
+    def to_recipe(self, known: data.DataSet) -> Recipe:
         recipe = get_recipe(self.recipe or known.recipe)
         if self.epochs is not None:
             recipe = recipe.scaled(self.epochs)
@@ -52,7 +52,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Means:
+class ExecutionOptions:
     """What a training is done with."""
 
     machine: Machine
@@ -62,7 +62,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSpec:
     """What decides a training's result, as run.json keeps it."""
 
     recipe: Recipe
@@ -77,7 +77,7 @@ class Plan:
         return {**vars(self), "recipe": self.recipe.to_dict()}
 
     @classmethod
-    def of(cls, run: Run) -> "Plan":
+    def of(cls, run: Run) -> "TrainingSpec":
         """The plan of a run, checked."""
         kept = run.training()
         kinds = {"seed": int, "compile": bool, "precision": str, "threads": int, "parts": int, "images": str}
@@ -87,12 +87,12 @@ class Plan:
         return cls(Recipe.from_dict(kept.get("recipe")), **{name: kept[name] for name in kinds})
 
 
-def train_new(
-    directory: Path, source: DataChoice, order: Order, means: Means, force: bool, watcher: TrainingCallback
+def train_new_run(
+    directory: Path, source: DataOptions, order: TrainOptions, means: ExecutionOptions, force: bool, watcher: TrainingCallback
 ) -> History:
     """Make a run and train its net."""
     known = data.data_set(source.name)
-    recipe = order.made(known)
+    recipe = order.to_recipe(known)
     seed = order.seed or 0
     as_generator(seed)  # refuses what is no seed
     preset = None if order.net else order.model or known.model
@@ -100,31 +100,31 @@ def train_new(
     fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
     held, splits, about = source.load(size)
     with temporary_seed(seed):
-        net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
+        net = build_net(preset, order.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if order.compile is None else order.compile
     as_batch_source(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
     fabric.launch()
     parts = fabric.world_size * (means.accumulate or 1)
     precision, threads = means.machine.precision, torch.get_num_threads()
-    plan = Plan(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
+    plan = TrainingSpec(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
     trainer = _trainer(net, splits, plan, means, fabric, directory)
-    described = describe(net.spec or {"net": order.net}, about, plan.to_dict())
+    described = run_metadata(net.spec or {"net": order.net}, about, plan.to_dict())
     run_on_rank_zero(lambda: _make_run(directory, force, described, held))
     return _run(trainer, means, watcher)
 
 
-def train_on(directory: Path, root: Path | None, order: Order, means: Means, watcher: TrainingCallback) -> History:
+def resume_run(directory: Path, root: Path | None, order: TrainOptions, means: ExecutionOptions, watcher: TrainingCallback) -> History:
     """Go on with the training of an existing run."""
     run = Run(directory)
     if run.training().get("freeze_backbone"):
         raise InputError(f"{directory} had its heads trained alone, which cannot go on: train it again with --force")
-    plan = Plan.of(run)
+    plan = TrainingSpec.of(run)
     _check_same(run, order, plan)
     fabric = replace(means.machine, precision=plan.precision).fabric()
     with temporary_seed(plan.seed):
-        net = net_of(run, order.net)
-    splits = pictures(run, root)
+        net = rebuild_net(run, order.net)
+    splits = load_splits(run, root)
     if len(splits.train.classes) != net.num_classes:
         found = len(splits.train.classes)
         raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {found}")
@@ -159,8 +159,8 @@ def _digest(images: data.Pictures) -> str:
 def _trainer(
     net: MultiExitNet,
     splits: data.Splits[data.Pictures],
-    plan: Plan,
-    means: Means,
+    plan: TrainingSpec,
+    means: ExecutionOptions,
     fabric: "Fabric",
     directory: Path,
 ) -> Trainer:
@@ -176,7 +176,7 @@ def _trainer(
     return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, accumulate, plan.compile)
 
 
-def _run(trainer: Trainer, means: Means, watcher: TrainingCallback) -> History:
+def _run(trainer: Trainer, means: ExecutionOptions, watcher: TrainingCallback) -> History:
     trainer.checkpoint_minutes = means.checkpoint_minutes
     trainer.watcher = watcher if rank() == 0 else TrainingCallback()
     history = trainer.run()
@@ -191,18 +191,18 @@ def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.Ho
         held.save(new / "split.safetensors")
 
 
-def same_data(run: Run, name: str) -> None:
+def check_same_data(run: Run, name: str) -> None:
     """Refuse to go on with another data set than the run's."""
     data.data_set(name)
-    if absolute(name) != run.about["data"]["name"]:
-        raise InputError(f"{run.directory} is trained on {run.about['data']['name']}, and cannot go on with {name}")
+    if absolute(name) != run.metadata["data"]["name"]:
+        raise InputError(f"{run.directory} is trained on {run.metadata['data']['name']}, and cannot go on with {name}")
 
 
-def _check_same(run: Run, order: Order, plan: Plan) -> None:
+def _check_same(run: Run, order: TrainOptions, plan: TrainingSpec) -> None:
     """Refuse to go on as something else than the run is."""
     recipe = plan.recipe
     has = {
-        "model": (run.about.get("model") or {}).get("preset"),
+        "model": (run.metadata.get("model") or {}).get("preset"),
         "epochs": recipe.epochs,
         "batch_size": recipe.batch_size,
         "lr": recipe.lr,

@@ -8,7 +8,7 @@ import torch
 
 from exitwise import data, models
 from exitwise.models.weights import load_checkpoint, save_checkpoint
-from exitwise.runs.collect import FILE_SIZE, DataChoice, new_net
+from exitwise.runs.collect import FILE_SIZE, DataOptions, build_net
 from exitwise.core.errors import InputError
 from exitwise.core.files import write_json
 from exitwise.training.heads import train_heads
@@ -16,14 +16,14 @@ from exitwise.training.history import History
 from exitwise.training.machine import Machine
 from exitwise.models.attach.attach import attach
 from exitwise.training.recipes import HeadRecipe
-from exitwise.runs.run import describe
+from exitwise.runs.run import run_metadata
 from exitwise.core.files import atomic_directory
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.training.loop import TrainingCallback
 
 
 @dataclass(frozen=True)
-class HeadOrder:
+class HeadTrainOptions:
     """What a training of heads is asked to be; what is None is the recipe's own."""
 
     model: str | None = None
@@ -38,15 +38,15 @@ class HeadOrder:
     attach: str | None = None  # names of submodules, parted by commas, or auto
     exits: int | None = None  # for auto
 
-    def made(self) -> HeadRecipe:
+    def to_recipe(self) -> HeadRecipe:
         asked = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "distill")}
         return HeadRecipe(**{name: value for name, value in asked.items() if value is not None})
 
 
 def train_new_heads(
     directory: Path,
-    source: DataChoice,
-    order: HeadOrder,
+    source: DataOptions,
+    order: HeadTrainOptions,
     machine: Machine,
     workers: int,
     force: bool,
@@ -54,7 +54,7 @@ def train_new_heads(
 ) -> History:
     """Make a run, whole or not at all: this takes too little time to go on with."""
     known = data.data_set(source.name)
-    recipe, seed = order.made(), order.seed or 0
+    recipe, seed = order.to_recipe(), order.seed or 0
     as_generator(seed)  # refuses what is no seed
     preset = None if order.net else order.model or known.model
     size = models.config(preset).input_shape[1] if preset else FILE_SIZE
@@ -66,7 +66,7 @@ def train_new_heads(
     with atomic_directory(directory, force) as new:
         held, splits, about = source.load(size)
         with temporary_seed(seed):
-            net = new_net(preset, order.net, splits.train.shape, len(splits.train.classes))
+            net = build_net(preset, order.net, splits.train.shape, len(splits.train.classes))
         if order.weights is not None:
             load_checkpoint(net, order.weights)
         if order.attach is not None:
@@ -84,7 +84,7 @@ def train_new_heads(
             "seed": seed,
             "threads": torch.get_num_threads(),
         }
-        write_json(new / "run.json", describe(net.spec or {"net": order.net}, about, training))
+        write_json(new / "run.json", run_metadata(net.spec or {"net": order.net}, about, training))
         held.save(new / "split.safetensors")
         save_checkpoint(net, new / "net.safetensors")
         history.save(new / "history.csv")

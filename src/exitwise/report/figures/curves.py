@@ -12,10 +12,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from exitwise.evaluation.paper_tables import METRICS
-from exitwise.report.figures.style import MORE, SIDES, Data, legend, panels, scale, written
+from exitwise.report.figures.style import EXTRA_COLORS, MODEL_COLORS, Data, fit_text, legend, panels, scale
 
 _NAMES = {"top1": "top-1 %", "top5": "top-5 %", "nlpd": "NLPD", "ece": "ECE"}
-_LAPLACE = {"vanilla": SIDES["vanilla"], "efficient": SIDES["ours"], "naive": "#999999"}
+_LAPLACE = {"vanilla": MODEL_COLORS["vanilla"], "efficient": MODEL_COLORS["ours"], "naive": "#999999"}
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "ours": {"linestyle": (0, (5, 2)), "linewidth": 1, "color": "0.25"},
     "vanilla": {"linestyle": (0, (2, 2)), "linewidth": 1, "color": "0.5"},
@@ -25,7 +25,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 _Curve = tuple[Data, dict[str, Any]]  # {metric: [[cost, value], ...]}, and how it is drawn
 
 
-def budgets(data: Data, explorer: Data, others: Sequence[Data], published: Sequence[Data]) -> Figure:
+def budget_curves_figure(data: Data, explorer: Data, others: Sequence[Data], published: Sequence[Data]) -> Figure:
     """Ours and vanilla with their intervals and the chosen budget, before other curves."""
     factor, unit = scale(explorer["unit"], explorer["costs"][-1])
     chosen = explorer["steps"][explorer["chosen"]]
@@ -35,7 +35,7 @@ def budgets(data: Data, explorer: Data, others: Sequence[Data], published: Seque
     for metric, axes in by_metric.items():
         for metrics, style in behind:
             _line(axes, metric, metrics.get(metric, ()), factor, **style)
-        for side, colour in SIDES.items():
+        for side, colour in MODEL_COLORS.items():
             walked = sorted((step[side] for step in explorer["steps"]), key=lambda at: float(at["cost"]))
             _interval(axes, metric, walked, factor, colour)
             _line(axes, metric, [(at["cost"], at[metric]) for at in walked], factor, label=names[side], color=colour)
@@ -54,15 +54,20 @@ def budgets(data: Data, explorer: Data, others: Sequence[Data], published: Seque
 def _published(curves: Sequence[Data]) -> Iterator[_Curve]:
     for curve in curves:
         style = _PUBLISHED.get(curve["model"])
-        if style is not None and (curve["own"] or curve["model"] not in SIDES):
+        if style is not None and (curve["own"] or curve["model"] not in MODEL_COLORS):
             yield curve["metrics"], {**style, "label": f"published: {curve['name']}"}
 
 
 def _others(runs: Sequence[Data]) -> Iterator[_Curve]:
     for i, run in enumerate(runs):
         for j, curve in enumerate(run["curves"]):
-            label = f"run {written(run['name'], 7, 120)}: {'calibrated' if j else 'vanilla'}"
-            style = {"color": MORE[i % len(MORE)], "linestyle": "-" if j else "--", "linewidth": 1, "label": label}
+            label = f"run {fit_text(run['name'], 7, 120)}: {'calibrated' if j else 'vanilla'}"
+            style = {
+                "color": EXTRA_COLORS[i % len(EXTRA_COLORS)],
+                "linestyle": "-" if j else "--",
+                "linewidth": 1,
+                "label": label,
+            }
             yield curve["metrics"], style
 
 
@@ -72,7 +77,7 @@ def decisions(data: Data) -> Figure:
     unit = next(table["unit"] for table in data["tables"] if table["name"] == "decision_experiment")
     factor, unit = scale(unit, max(cost for curve in curves for cost, _ in curve["metrics"]["top1"]))
     figure, by_metric = _four(unit, lines=1)
-    styles = ((SIDES["vanilla"], "-"), (MORE[0], "--"), (SIDES["ours"], "-"))
+    styles = ((MODEL_COLORS["vanilla"], "-"), (EXTRA_COLORS[0], "--"), (MODEL_COLORS["ours"], "-"))
     for metric, axes in by_metric.items():
         for curve, (colour, dashes) in zip(curves, styles, strict=True):
             points = curve["metrics"][metric]
@@ -113,7 +118,7 @@ def _logarithmic(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def laplace(bars: Data) -> Figure:
+def laplace_cost_figure(bars: Data) -> Figure:
     """What Laplace costs at each exit, and how much more than vanilla that is."""
     factor, unit = scale("MACs", bars["naive"][-1])
     figure, ((costs, ratios),) = panels(1, 2, 7, 3)

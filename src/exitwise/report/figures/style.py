@@ -14,9 +14,9 @@ from matplotlib.textpath import text_to_path
 from exitwise.core.predictions import Array
 
 Data = Mapping[str, Any]
-SIDES = {"ours": "#0072B2", "vanilla": "#D55E00"}  # colours are Okabe and Ito's, for all eyes
+MODEL_COLORS = {"ours": "#0072B2", "vanilla": "#D55E00"}  # colours are Okabe and Ito's, for all eyes
 OUTCOMES = {"correct": "#009E73", "misclassified": "#CC79A7"}
-MORE = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+EXTRA_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BOX: dict[str, Any] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}  # behind text
 STYLE: dict[Any, Any] = {
     "axes.linewidth": 0.6,
@@ -52,7 +52,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
     return next(((factor, word) for factor, word in words.items() if largest >= factor), (1.0, unit))
 
 
-def written(text: str, size: float, width: float) -> str:
+def fit_text(text: str, size: float, width: float) -> str:
     """On one line, in letters that the font has, and no wider than so many points."""
     line = " ".join(text.split())[:200]
     plain = [c if c.isprintable() and _font().get_char_index(ord(c)) else "?" for c in line]

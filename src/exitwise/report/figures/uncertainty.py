@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from exitwise.core.predictions import Array
-from exitwise.report.figures.style import BOX, OUTCOMES, SIDES, Data, legend, panels, scale, written
+from exitwise.report.figures.style import BOX, MODEL_COLORS, OUTCOMES, Data, fit_text, legend, panels, scale
 
 _MARKS = {"correct": "o", "misclassified": "^"}
 _CORNERS = {
@@ -29,13 +29,13 @@ def against_error(data: Data) -> Figure:
     options = {"sharex": True, "sharey": "row", "gridspec_kw": {"height_ratios": (1, 2, 2, 1)}}
     figure, made = panels(4, exits, _width(exits), 7.8, **options)
     for k, (top, *scatters, bottom) in enumerate(made.T):
-        at = {side: data["uncertainty"][side][k] for side in SIDES}
-        shares = ", ".join(f"{side} {100 * at[side]['erring_share']:.1f} %" for side in SIDES)
+        at = {side: data["uncertainty"][side][k] for side in MODEL_COLORS}
+        shares = ", ".join(f"{side} {100 * at[side]['erring_share']:.1f} %" for side in MODEL_COLORS)
         top.set_title(f"exit {k + 1}\nerror > 0.5:\n{shares}")
-        _outlined(top, {side: at[side]["erring"] for side in SIDES}, most)
-        _outlined(bottom, {side: np.add(at[side]["correct"], at[side]["wrong"]) for side in SIDES}, most)
+        _outlined(top, {side: at[side]["erring"] for side in MODEL_COLORS}, most)
+        _outlined(bottom, {side: np.add(at[side]["correct"], at[side]["wrong"]) for side in MODEL_COLORS}, most)
         bottom.set_xlabel("entropy")
-        for side, axes in zip(SIDES, scatters, strict=True):
+        for side, axes in zip(MODEL_COLORS, scatters, strict=True):
             _scatter(axes, at[side]["density"], most)
             _points(axes, data["points"][side], data["points"]["label"], k)
     labels = ("samples with\nerror > 0.5", "ours: error", "vanilla: error", "all samples")
@@ -59,8 +59,8 @@ def _width(exits: int) -> float:
 def _outlined(axes: Axes, counts: Mapping[str, Any], most: float) -> None:
     """A histogram, ours filled and vanilla as an outline."""
     edges = np.linspace(0, most, len(counts["ours"]) + 1)
-    axes.stairs(counts["ours"], edges, fill=True, color=SIDES["ours"], alpha=0.55, label="ours")
-    axes.stairs(counts["vanilla"], edges, color=SIDES["vanilla"], linewidth=1, label="vanilla")
+    axes.stairs(counts["ours"], edges, fill=True, color=MODEL_COLORS["ours"], alpha=0.55, label="ours")
+    axes.stairs(counts["vanilla"], edges, color=MODEL_COLORS["vanilla"], linewidth=1, label="vanilla")
 
 
 def _scatter(axes: Axes, density: Sequence[Sequence[int]], most: float) -> None:
@@ -88,7 +88,7 @@ def right_and_wrong(data: Data) -> Figure:
     """Entropy of correct and misclassified samples, stacked; a column per exit."""
     exits, most = data["net"]["exits"], _most(data)
     figure, made = panels(2, exits, _width(exits), 3.6, sharex=True, sharey=True)
-    for row, side in zip(made, SIDES, strict=True):
+    for row, side in zip(made, MODEL_COLORS, strict=True):
         row[0].set_ylabel(f"{side}: samples")
         for axes, at in zip(row, data["uncertainty"][side], strict=True):
             correct, edges = np.array(at["correct"]), np.linspace(0, most, len(at["correct"]) + 1)
@@ -113,7 +113,7 @@ def reliability(data: Data) -> Figure:
         shown = [(at["metrics"], at["reliability"]) for at in data["uncertainty"][side]]
         shown.append((chosen[side], chosen[side]["reliability"]))
         for (metrics, bins), above, beneath in zip(shown, made[row], made[row + 1], strict=True):
-            _diagram(above, metrics, bins, SIDES[side])
+            _diagram(above, metrics, bins, MODEL_COLORS[side])
             share = 100 * np.array(bins["count"]) / max(sum(bins["count"]), 1)
             beneath.bar(_middles(bins), share, width=0.9 / len(share), color="0.6")
         made[row, 0].set_ylabel(f"{when} ({side})\naccuracy")
@@ -167,7 +167,7 @@ def galleries(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> F
             asked = k if name in ("saved", "lost") else data["net"]["exits"] - 1  # who was asked what kind it is
             true, predicted = points["label"][i], points["ours"]["predicted"][asked][i]
             words = (f"true: {classes[true]}", f"said: {classes[predicted]}", f"exit {k + 1}")
-            axes.set_title("\n".join(written(line, 6, 66) for line in words), fontsize=6, loc="left", pad=3)
+            axes.set_title("\n".join(fit_text(line, 6, 66) for line in words), fontsize=6, loc="left", pad=3)
             _picture(axes, pixels[i], OUTCOMES["correct" if true == predicted else "misclassified"])
         for axes in row[len(shown) :]:
             axes.set_axis_off()

@@ -78,10 +78,10 @@ def _figures(report: Report) -> Iterator[tuple[str, "Figure"]]:
 
     data = report.data
     if "explorers" in data:
-        yield "budget-curves", curves.budgets(data, data["explorers"][0], data["others"], ())
+        yield "budget-curves", curves.budget_curves_figure(data, data["explorers"][0], data["others"], ())
         counted = next((explorer for explorer in data["explorers"] if explorer["unit"] == "MACs"), None)
         if data["published"] and counted is not None:
-            yield "budget-curves-published", curves.budgets(data, counted, (), data["published"])
+            yield "budget-curves-published", curves.budget_curves_figure(data, counted, (), data["published"])
         yield "uncertainty-error", uncertainty.against_error(data)
         yield "entropy-correct-wrong", uncertainty.right_and_wrong(data)
         yield "reliability", uncertainty.reliability(data)
@@ -90,7 +90,7 @@ def _figures(report: Report) -> Iterator[tuple[str, "Figure"]]:
             [bars for bars in data["laplace_costs"] if bool(bars.get("own")) is which] for which in (True, False)
         )
         if own:
-            yield "laplace-cost", curves.laplace(own[0])
+            yield "laplace-cost", curves.laplace_cost_figure(own[0])
         if paper:
             yield "laplace-cost-published", curves.laplace_published(paper)
         rows = uncertainty.gallery_rows(data)
