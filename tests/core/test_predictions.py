@@ -47,7 +47,7 @@ def small() -> Source:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(predictions, "_HELD", SHAPE[0] * SHAPE[1] * SHAPE[2] - 1)
+    monkeypatch.setattr(predictions, "_MAX_CACHED_VALUES", SHAPE[0] * SHAPE[1] * SHAPE[2] - 1)
     return Source()
 
 
@@ -167,7 +167,7 @@ def test_only_the_exit_at_hand_of_large_predictions_is_held(large: Source) -> No
 
 @pytest.mark.parametrize(("held", "walks"), [(60, 1), (59, 2)])
 def test_what_counts_as_large(monkeypatch: pytest.MonkeyPatch, held: int, walks: int) -> None:
-    monkeypatch.setattr(predictions, "_HELD", held)
+    monkeypatch.setattr(predictions, "_MAX_CACHED_VALUES", held)
     source = Source()
     for _ in range(2):
         list(source.preds.exits())

@@ -138,7 +138,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(small: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the small run, to do things to, with fewer steps of the slider."""
-    monkeypatch.setattr(budget_explorer, "STEPS", 3)
+    monkeypatch.setattr(budget_explorer, "SLIDER_STEPS", 3)
     return Path(shutil.copytree(small.place, tmp_path / "run"))
 
 
@@ -391,7 +391,7 @@ class TestSamples:
             assert uncertainty.sample(samples).tolist() == found
 
     def test_without_index_and_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(budget_explorer, "STEPS", 3)
+        monkeypatch.setattr(budget_explorer, "SLIDER_STEPS", 3)
         trace = replace(random_trace(n=60), classes=None)
         report = build(Run(new_run(tmp_path / "run", trace)), ReportOptions())
         assert report.data["classes"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
@@ -507,7 +507,7 @@ class TestPictures:
         grain = torch.randint(256, (100, 3, 300, 200), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         index = torch.arange(100)
         loaded = data.ImageSet(grain, of_test(small.trace).labels[:100], index, ("a",) * 5, (0.5,) * 3, (0.5,) * 3)
-        monkeypatch.setattr(images, "pictures", lambda run, root: SimpleNamespace(test=loaded))
+        monkeypatch.setattr(images, "load_splits", lambda run, root: SimpleNamespace(test=loaded))
         sheet = images.make_sprite_sheet(
             Run(small.place), None, replace(of_test(small.trace), index=torch.arange(600)), index
         )

@@ -126,7 +126,7 @@ class Scripted:
         self.ended = False
         self.live = self.most = 0
 
-    def kind(self, image: Any) -> str:
+    def describe(self, image: Any) -> str:
         if not isinstance(image, tuple):
             raise ew.InputError(f"no image but {image!r}")
         return "a sample"
@@ -153,7 +153,7 @@ class Scripted:
     def take(self, state: Array, rows: Array) -> Array:
         return state[rows]
 
-    def keep(self, state: Array, gone: Array) -> tuple[Array, Array]:
+    def compact(self, state: Array, gone: Array) -> tuple[Array, Array]:
         """In an order of its own, as any backend may."""
         rows = np.flatnonzero(~gone)[::-1]
         return state[rows], rows

@@ -540,18 +540,18 @@ class Seen(TrainingCallback):
     def __init__(self) -> None:
         self.words: list[Any] = []
 
-    def features(self, split: str, done: int, samples: int | None) -> None:
+    def on_features(self, split: str, done: int, samples: int | None) -> None:
         self.words.append((split, done, samples))
 
-    def started(self, epochs: int, batches: int, history: History) -> None:
+    def on_train_start(self, epochs: int, batches: int, history: History) -> None:
         self.words.append(("started", epochs, batches))
 
-    def batch(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
+    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
         assert images_per_second > 0
         assert seconds_left >= 0
         self.words.append((epoch, batch))
 
-    def epoch(self, row: Any, kept: bool) -> None:
+    def on_epoch_end(self, row: Any, kept: bool) -> None:
         self.words.append((row.epoch, kept))
 
 
@@ -632,7 +632,7 @@ def test_weights_that_others_share_are_not_trained() -> None:
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exitwise.core.distributed.world", lambda: 2)
+    monkeypatch.setattr("exitwise.core.distributed.world_size", lambda: 2)
     with pytest.raises(ew.InputError, match="trained by one process"):
         ew.train_heads(small_net(), vectors(), vectors(40, 1))
 
@@ -650,7 +650,7 @@ def test_a_layer_whose_weights_are_made_of_others_learns_as_it_is() -> None:
 
 def test_an_interrupted_training_leaves_the_best_heads_so_far() -> None:
     class Stop(TrainingCallback):
-        def epoch(self, row: Any, kept: bool) -> None:
+        def on_epoch_end(self, row: Any, kept: bool) -> None:
             if row.epoch == 2:
                 raise KeyboardInterrupt
 

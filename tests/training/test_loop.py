@@ -295,7 +295,7 @@ class StopAfter(TrainingCallback):
     def __init__(self, batches: int) -> None:
         self.left = batches
 
-    def batch(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
+    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt

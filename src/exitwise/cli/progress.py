@@ -40,12 +40,12 @@ class TrainingProgress(TrainingCallback):
     ) -> None:
         self._bars.stop()
 
-    def features(self, split: str, done: int, samples: int | None) -> None:
+    def on_features(self, split: str, done: int, samples: int | None) -> None:
         if self._task is None:
             self._task = self._bars.add_task("", note="")
         self._bars.update(self._task, description=f"features of {split}", completed=done, total=samples)
 
-    def started(self, epochs: int, batches: int, history: History) -> None:
+    def on_train_start(self, epochs: int, batches: int, history: History) -> None:
         self._epochs, self._batches = epochs, batches
         done = len(history.epochs)
         if done:
@@ -55,7 +55,7 @@ class TrainingProgress(TrainingCallback):
         if done < epochs:
             self._task = self._bars.add_task(f"epoch {done + 1}/{epochs}", total=batches, note="")
 
-    def batch(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
+    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
         if self._task is None:
             return
         left = timedelta(seconds=round(seconds_left))
@@ -66,7 +66,7 @@ class TrainingProgress(TrainingCallback):
             note=f"{images_per_second:.0f} images/s, {left} left",
         )
 
-    def epoch(self, row: EpochRecord, kept: bool) -> None:
+    def on_epoch_end(self, row: EpochRecord, kept: bool) -> None:
         accuracies = " ".join(f"{100 * top1:5.2f}" for top1 in row.val_top1)
         self._bars.console.print(
             f"epoch {row.epoch:>{len(str(self._epochs))}}/{self._epochs}  loss {row.train_loss:7.4f}  "

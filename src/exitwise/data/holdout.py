@@ -48,6 +48,9 @@ class HeldOutPart:
         return torch.tensor(found)
 
 
+Part = HeldOutPart  # its former name
+
+
 @dataclass(frozen=True, eq=False)
 class HoldOut:
     """The validation part of a data set's train pictures, and the test part where the data set has none."""

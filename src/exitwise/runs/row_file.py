@@ -41,7 +41,7 @@ class Csv:
         csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(words)
         return text.getvalue().encode(errors="surrogateescape")
 
-    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+    def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         record = b""
         for line in lines:
             record += line
@@ -65,7 +65,7 @@ class Jsonl:
     def row(self, row: Mapping[str, Any]) -> bytes:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
-    def whole(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+    def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         return (line for line in lines if line.endswith(b"\n"))
 
     def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class OnnxBackend:
         rows = zip(*map(self._parts, images), strict=True)
         return {each.name: np.stack(row) for each, row in zip(self._manifest.inputs, rows, strict=True)}
 
-    def kind(self, image: Any) -> str:
+    def describe(self, image: Any) -> str:
         found = self._parts(image)
         for each, array in zip(self._manifest.inputs, found, strict=True):
             if array.shape != each.shape:
@@ -173,7 +173,7 @@ class OnnxBackend:
     def take(self, state: State, rows: Array) -> State:
         return tuple(array[rows] for array in state)
 
-    def keep(self, state: State, gone: Array) -> tuple[State, Array]:
+    def compact(self, state: State, gone: Array) -> tuple[State, Array]:
         """Survivors at the end fill the gaps before them: the arrays are ours alone, so nobody else has to move."""
         rows = np.arange(len(gone) - np.count_nonzero(gone))
         gaps = np.flatnonzero(gone[: len(rows)])

@@ -111,7 +111,7 @@ class TorchBackend:
     def stack(self, images: Sequence[Any]) -> Any:
         return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
 
-    def kind(self, image: Any) -> str:
+    def describe(self, image: Any) -> str:
         image, known = _tensor(image), self._preprocessing
         found = list(nested.iter_tensors(image))
         if not found:
@@ -146,7 +146,7 @@ class TorchBackend:
         state = nested.map_tensors(lambda tensor: _select(tensor, where), live.state)
         return StageState(state, None if live.memory is None else _select(live.memory, where))
 
-    def keep(self, live: StageState, gone: Array) -> tuple[StageState, Array]:
+    def compact(self, live: StageState, gone: Array) -> tuple[StageState, Array]:
         """In place would be quicker, but a stage may hand its input on, and hooks may hold what it made."""
         rows = np.flatnonzero(~gone)
         return self.take(live, rows), rows

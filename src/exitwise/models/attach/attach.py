@@ -181,7 +181,8 @@ def _check_reads(head: Head, read: HeadInput) -> None:
             return
         reason = f"it makes features {tuple(features.shape)} of them, not one row for each sample"
     raise InputError(
-        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} for {PROBE_BATCH_SIZES[0]} samples: {reason}"
+        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} "
+        f"for {PROBE_BATCH_SIZES[0]} samples: {reason}"
     )
 
 
@@ -189,8 +190,8 @@ def _head(read: HeadInput, classes: int, kind: str) -> Head:
     features = read.features
     if not features.is_floating_point() or not 2 <= features.dim() <= 5:
         raise InputError(
-            f"no head is known for what {read.name!r} gives, {nested.describe(features)} for {PROBE_BATCH_SIZES[0]} samples: "
-            f"give your own as `head`"
+            f"no head is known for what {read.name!r} gives, {nested.describe(features)} "
+            f"for {PROBE_BATCH_SIZES[0]} samples: give your own as `head`"
         )
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
     layers: list[nn.Module] = []

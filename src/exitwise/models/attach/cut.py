@@ -199,7 +199,8 @@ def _check_rows(two: Tensor, three: Tensor, last: nn.Linear) -> None:
     if [tuple(rows.shape) for rows in (two, three)] != [(size, last.in_features) for size in PROBE_BATCH_SIZES]:
         raise InputError(
             f"the last layer (nn.Linear of {last.in_features} features) must get one row of features per sample, "
-            f"but gets {tuple(two.shape)} for {PROBE_BATCH_SIZES[0]} samples: samples must come first, and tokens be pooled"
+            f"but gets {tuple(two.shape)} for {PROBE_BATCH_SIZES[0]} samples: "
+            f"samples must come first, and tokens be pooled"
         )
 
 
