@@ -16,8 +16,9 @@ from oracles import agreements, first_exit_reached, public_counts, public_rule, 
 
 import exitwise as ew
 from exitwise.core.predictions import ExitPrediction, Predictions
+from exitwise.core.ties import break_ties
 from exitwise.policies.cutoff_search import geometric_shares
-from exitwise.policies.scores import SCORES, break_ties, exit_scores
+from exitwise.policies.scores import SCORES, exit_scores
 
 pytestmark = pytest.mark.numerical
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
+from exitwise.core.checks import check_choice, is_number
 from exitwise.core.errors import InputError
 
 UNITS = ("MACs", "ms")
@@ -31,8 +30,7 @@ class Costs:
             raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
         if any(later <= earlier for earlier, later in pairwise(values)):
             raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
-        if self.unit not in UNITS:
-            raise InputError(f"`unit` must be one of {', '.join(UNITS)}, but got {self.unit!r}")
+        check_choice("unit", self.unit, UNITS)
 
     @classmethod
     def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
@@ -53,10 +51,6 @@ class Costs:
                 f"`budget` must lie between the cost of the first exit and that of the last, "
                 f"{low:.10g} to {high:.10g} {self.unit}, but got {budget}"
             )
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def format_cost(value: float, unit: str = "MACs") -> str:

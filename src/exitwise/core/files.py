@@ -94,11 +94,11 @@ def atomic_directory(
         raise
 
 
-def _check_free(directory: Path, force: bool, marker: str, what: str) -> None:
+def _check_free(directory: Path, force: bool, marker: str, noun: str) -> None:
     """Refuse a place where something is that must not be replaced."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not (directory / marker).is_file():
-        raise InputError(f"{directory} exists and is not {what}: choose another place")
+        raise InputError(f"{directory} exists and is not {noun}: choose another place")
     if not force:
-        raise InputError(f"{directory} already holds {what}: choose another place, or --force to replace it")
+        raise InputError(f"{directory} already holds {noun}: choose another place, or --force to replace it")

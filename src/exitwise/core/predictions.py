@@ -1,6 +1,6 @@
 """What every exit says on a split. NumPy alone: from here on nothing needs torch, so a deployed runtime need not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwise.core.errors import InputError
+from exitwise.core.ties import break_ties
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,12 +161,26 @@ class Predictions:
         return torch.from_numpy(np.stack(arrays))
 
 
-def _predicted(said: ExitPrediction) -> Array:
-    return np.asarray(said.log_probs.argmax(axis=1))
+def max_prob(pred: ExitPrediction) -> Array:
+    """Return the largest probability of each sample (n,)."""
+    return np.asarray(pred.probs.max(axis=1))
 
 
-# What is noted of predictions that are too large to keep whenever they are walked through, by the key of `reduce`.
-STREAMED_REDUCTIONS: dict[str, Callable[[ExitPrediction], Array]] = {"predicted": _predicted}
+def negative_entropy(pred: ExitPrediction) -> Array:
+    """Return sum p log p over the classes of each sample (n,)."""
+    return np.asarray(np.einsum("nc,nc->n", pred.probs, pred.log_probs))
+
+
+def _predicted(pred: ExitPrediction) -> Array:
+    return np.asarray(pred.log_probs.argmax(axis=1))
+
+
+# Reductions computed in every streaming pass over predictions too large to cache, by `reduce` key.
+STREAMED_REDUCTIONS: Mapping[str, Callable[[ExitPrediction], Array]] = {
+    "predicted": _predicted,
+    "confidence": lambda pred: break_ties(max_prob(pred), pred.probs),
+    "entropy": lambda pred: break_ties(negative_entropy(pred), pred.probs),
+}
 
 
 def to_array(name: str, values: Any) -> Array:

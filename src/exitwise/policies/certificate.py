@@ -9,7 +9,8 @@ from math import ceil, exp, inf, log, log1p
 
 import numpy as np
 
-from exitwise.core.costs import format_cost, format_percent, is_number
+from exitwise.core.checks import is_number
+from exitwise.core.costs import format_cost, format_percent
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.results import Result

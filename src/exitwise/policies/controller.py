@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.costs import Costs, is_number
+from exitwise.core.checks import is_number
+from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
 from exitwise.core.predictions import Array, to_array

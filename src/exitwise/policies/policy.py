@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.costs import UNITS, Costs, is_number
+from exitwise.core.checks import is_number
+from exitwise.core.costs import UNITS, Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.results import Result
+from exitwise.core.ties import break_ties
 from exitwise.policies.certificate import Guarantee
-from exitwise.policies.scores import SCORES, ScoreState, break_ties, check_score, exit_scores
+from exitwise.policies.scores import SCORES, ScoreState, check_score, exit_scores
 
 VERSION = 1
 OBJECTIVES = ("accuracy", "nlpd")

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import NEEDS_DRAWS, STREAMED_REDUCTIONS, Array, ExitPrediction, Predictions
-
-_HASHED = 4_000_000  # probabilities at a time
-_SMALLEST = 2.0**-151  # a quarter of the smallest float32, for scores of zero and next to it
+from exitwise.core.predictions import NEEDS_DRAWS, Array, ExitPrediction, Predictions, max_prob, negative_entropy
+from exitwise.core.ties import break_ties, tie_spread
 
 ScoreState = Array | None  # (n, m): what a score has to know of the exits before, if anything
 
@@ -36,14 +34,14 @@ class Score:
                 (self.full_certainty - threshold + self.resolution) * exp(-by) - self.resolution
             )
         level = floor(threshold)
-        between = min((threshold - level) / _room(level), 1.0)  # equal scores are parted by their hash
+        between = min((threshold - level) / tie_spread(level), 1.0)  # equal scores are parted by their hash
         moved = exits - (exits - level - between) * exp(-by)
-        return floor(moved) + (moved - floor(moved)) * _room(floor(moved))
+        return floor(moved) + (moved - floor(moved)) * tie_spread(floor(moved))
 
 
 def _confidence(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """The largest probability."""
-    return np.asarray(said.probs.max(axis=1)), memory
+    return max_prob(said), memory
 
 
 def _margin(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
@@ -56,7 +54,7 @@ def _margin(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState
 
 def _negative_entropy(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
     """sum p log p."""
-    return np.asarray(np.einsum("nc,nc->n", said.probs, said.log_probs)), memory
+    return negative_entropy(said), memory
 
 
 def _negative_variance(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
@@ -84,14 +82,6 @@ SCORES: Mapping[str, Score] = {
 }
 
 
-def _noted(score: str) -> Callable[[ExitPrediction], Array]:
-    """A score that needs no memory, as `scores` gives it."""
-    return lambda said: break_ties(SCORES[score].compute(said, None)[0], said.probs)
-
-
-STREAMED_REDUCTIONS.update({name: _noted(name) for name in ("confidence", "entropy")})
-
-
 def check_score(score: Any) -> None:
     if not isinstance(score, str) or score not in SCORES:
         raise InputError(f"`score` must be one of {', '.join(SCORES)}, but got {score!r}")
@@ -108,42 +98,3 @@ def exit_scores(preds: Any, score: str = "confidence") -> Array:
         return break_ties(found, said.probs)
 
     return Predictions.of(preds).reduce(score, of_exit, variance=score == "variance")
-
-
-def break_ties(score: Array, probs: Array) -> Array:
-    """(n,) scores as float64: the score as float32, and in the bits below a hash of the probabilities (n, c).
-
-    So every number is a threshold that equal scores lie on both sides of, and saturated confidences can be parted.
-    What is added is less than half of the way to the next float32: rounding gives the score back.
-    """
-    exact = score.astype(np.float32).astype(np.float64)
-    return np.asarray(exact + _hash(probs) * np.maximum(np.abs(exact) * 2.0**-25, _SMALLEST))
-
-
-def _room(score: float) -> float:
-    """Up to where hashes of equal scores reach."""
-    return max(abs(score) * 2.0**-25, _SMALLEST)
-
-
-def _hash(probs: Array) -> Array:
-    """(n,) numbers from 0 to 1 that look random, each made of one sample's probabilities (n, c).
-
-    They are rounded to four bits behind the first: another arithmetic, such as a runtime's, gives the same hash but
-    for about one sample in a thousand.
-    """
-    factors = _scrambled(np.arange(1, probs.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    sums = np.empty(len(probs), dtype=np.uint64)
-    rows = max(1, _HASHED // probs.shape[1])
-    for start in range(0, len(probs), rows):
-        bits = np.ascontiguousarray(probs[start : start + rows], dtype=np.float32).view(np.uint32)
-        sums[start : start + rows] = ((bits + np.uint32(1 << 18)) >> np.uint32(19)).astype(np.uint64) @ factors
-    return (_scrambled(sums) >> np.uint64(38)) * 2.0**-26
-
-
-def _scrambled(numbers: Array) -> Array:
-    """Every bit of each uint64 spread over all of its bits, by shifts and odd factors that wrap around."""
-    numbers = numbers ^ (numbers >> np.uint64(32))
-    for factor in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
-        numbers = numbers * np.uint64(factor)
-        numbers = numbers ^ (numbers >> np.uint64(29))
-    return numbers
