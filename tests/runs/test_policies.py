@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from classifier_cases import SHAPE, pictures, tiny
 from command import Command, contents
 from PIL import Image
-from classifier_cases import SHAPE, pictures, tiny
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA
@@ -48,7 +48,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = ew.collect(net, [(images, labels)], split(1201, 2), split(700, 3), costs=known.costs, classes=classes)
     trace.save(place / "trace.safetensors")
     ew.save_checkpoint(net, place / "net.safetensors")
-    write_json(place / "run.json", run_metadata({"preset": "tiny-8"}, {"name": "digits", "root": None, "image_size": 8}))
+    write_json(
+        place / "run.json", run_metadata({"preset": "tiny-8"}, {"name": "digits", "root": None, "image_size": 8})
+    )
     for method in (VANILLA, OURS):
         made = ew.calibrate(trace, method)
         made.save(place / "calibrations" / f"{made.method.slug}.safetensors")

@@ -11,25 +11,24 @@ from typing import Any
 import torch
 
 from exitwise import data, models
-from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.collect import collect
-from exitwise.models.input_batches import Progress
-from exitwise.models.macs import macs
-from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError, first_line
-from exitwise.evaluation.evaluate import Evaluation, evaluate
-from exitwise.core.files import write_json
-from exitwise.policies.fit import fit_policy
-from exitwise.training.machine import Machine
 from exitwise.calibration.methods import VANILLA, Method
-from exitwise.models.net import MultiExitNet
-from exitwise.policies.policy import Policy
-from exitwise.core.distributed import rank
-from exitwise.runs.run import Run, run_metadata
-from exitwise.core.files import atomic_directory
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
+from exitwise.core.costs import Costs
+from exitwise.core.distributed import rank
+from exitwise.core.errors import InputError, first_line
+from exitwise.core.files import atomic_directory, write_json
+from exitwise.evaluation.evaluate import Evaluation, evaluate
+from exitwise.models.input_batches import Progress
+from exitwise.models.macs import macs
+from exitwise.models.net import MultiExitNet
+from exitwise.models.weights import load_checkpoint, save_checkpoint
+from exitwise.policies.fit import fit_policy
+from exitwise.policies.policy import Policy
+from exitwise.runs.run import Run, run_metadata
+from exitwise.training.machine import Machine
 
 FILE_SIZE = 224  # of pictures from files, for nets that do not say
 
@@ -231,7 +230,9 @@ def collect_new_run(
     return trace
 
 
-def collect_existing_run(directory: Path, root: Path | None, function: str | None, force: bool, by: CollectOptions) -> Trace:
+def collect_existing_run(
+    directory: Path, root: Path | None, function: str | None, force: bool, by: CollectOptions
+) -> Trace:
     """Collect the trace of an existing run from its own net, data set and split."""
     run = Run(directory)
     if run.trace_file.exists() and not force:

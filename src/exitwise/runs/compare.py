@@ -6,22 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.runs import policies
-from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
-from exitwise.policies.certificate import Certificate, NotCertifiedError
-from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
-from exitwise.evaluation.evaluate import PerSampleMetrics
-from exitwise.policies.fit import check_fit_arguments
-from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.calibration.methods import Method
-from exitwise.policies.policy import Policy, sweep, thresholds_to_json
-from exitwise.core.predictions import Array, Predictions
-from exitwise.core.results import Result
-from exitwise.runs.run import Run
-from exitwise.policies.scores import exit_scores
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import NEEDS_DRAWS, Array, Predictions
+from exitwise.core.results import Result
+from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
+from exitwise.evaluation.evaluate import PerSampleMetrics
+from exitwise.policies.certificate import Certificate, NotCertifiedError
+from exitwise.policies.fit import check_fit_arguments
+from exitwise.policies.policy import Policy, sweep, thresholds_to_json
+from exitwise.policies.scores import exit_scores
+from exitwise.runs import policies
+from exitwise.runs.run import Run
 
 PUBLIC, CERTIFIED = "public", "certified"
 STRATEGIES = ("geometric", "optimized", "label_free", "auto")

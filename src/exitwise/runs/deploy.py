@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 from exitwise import data
-from exitwise.models.weights import load_checkpoint
-from exitwise.policies.certificate import Certificate
-from exitwise.runs.collect import FILE_SIZE, load_or_calibrate, costs_in_budget_unit, rebuild_net, parse_budget
+from exitwise.calibration.methods import OURS, get_method
+from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import write_json
-from exitwise.policies.fit import fit_policy
-from exitwise.calibration.methods import OURS, get_method
-from exitwise.models.net import MultiExitNet
-from exitwise.runs.policies import PolicyOptions, certificate_from, calibrate_run
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.models.net import MultiExitNet
+from exitwise.models.weights import load_checkpoint
+from exitwise.policies.certificate import Certificate
+from exitwise.policies.fit import fit_policy
+from exitwise.runs.collect import FILE_SIZE, costs_in_budget_unit, load_or_calibrate, parse_budget, rebuild_net
+from exitwise.runs.policies import PolicyOptions, calibrate_run, certificate_from
 from exitwise.runs.run import Run
 from exitwise.runtime import bench as benching
 from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.onnx import Session
-from exitwise.calibration.tuning import Tuner
 
 
 @dataclass(frozen=True)

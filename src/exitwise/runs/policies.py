@@ -5,18 +5,17 @@ from functools import cached_property
 from typing import Any
 
 from exitwise.calibration.calibration import Calibration
-from exitwise.policies.certificate import Certificate, Guarantee
-from exitwise.runs.collect import load_or_calibrate
-from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
-from exitwise.policies.fit import PolicyFitter, check_fit_arguments
-from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.calibration.methods import DEFAULT_DRAWS, Method
-from exitwise.policies.policy import Policy
-from exitwise.core.predictions import Predictions
-from exitwise.runs.run import Run
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
+from exitwise.core.costs import Costs
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import NEEDS_DRAWS, Predictions
+from exitwise.policies.certificate import Certificate, Guarantee
+from exitwise.policies.fit import PolicyFitter, check_fit_arguments
+from exitwise.policies.policy import Policy
+from exitwise.runs.collect import load_or_calibrate
+from exitwise.runs.run import Run
 
 
 @dataclass(frozen=True)

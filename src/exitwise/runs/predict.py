@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from exitwise.policies.controller import BudgetController
-from exitwise.data.folders import SUFFIXES, load_image, require_pillow
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.data.folders import SUFFIXES, load_image, require_pillow
+from exitwise.policies.controller import BudgetController
 from exitwise.runtime.engine import Answer
 
 FIELDS = ("image", "predicted", "label", "confidence", "exit", "cost", "error")

@@ -2,24 +2,22 @@
 
 import platform
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from exitwise.core.version import __version__
-from exitwise.core import tensorfiles
 from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.methods import Method
+from exitwise.calibration.trace import Trace
+from exitwise.core import tensorfiles
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
-from exitwise.calibration.methods import Method
+from exitwise.core.version import __version__
 from exitwise.policies.policy import Policy
-from exitwise.calibration.trace import Trace
 
 FORMAT, VERSION = "exitwise.run", 1
 
@@ -147,7 +145,3 @@ def versions() -> dict[str, str]:
     """Of what decides results."""
     found = {"exitwise": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
     return {**found, "python": platform.python_version()}
-
-
-
-

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exitwise import data, models
-from exitwise.runs.collect import FILE_SIZE, DataOptions, absolute, rebuild_net, build_net, load_splits
-from exitwise.core.errors import InputError, AllRanksError
-from exitwise.core.files import write_json
-from exitwise.training.history import History
-from exitwise.training.machine import Machine
-from exitwise.models.net import MultiExitNet
-from exitwise.core.distributed import run_on_rank_zero, rank
-from exitwise.training.recipes import Recipe, get_recipe
-from exitwise.runs.run import Run, run_metadata
-from exitwise.core.files import atomic_directory
+from exitwise.core.distributed import rank, run_on_rank_zero
+from exitwise.core.errors import AllRanksError, InputError
+from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
+from exitwise.models.net import MultiExitNet
+from exitwise.runs.collect import FILE_SIZE, DataOptions, absolute, build_net, load_splits, rebuild_net
+from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.history import History
 from exitwise.training.loop import Trainer, TrainingCallback, worth_compiling
+from exitwise.training.machine import Machine
+from exitwise.training.recipes import Recipe, get_recipe
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -88,7 +87,12 @@ class TrainingSpec:
 
 
 def train_new_run(
-    directory: Path, source: DataOptions, order: TrainOptions, means: ExecutionOptions, force: bool, watcher: TrainingCallback
+    directory: Path,
+    source: DataOptions,
+    order: TrainOptions,
+    means: ExecutionOptions,
+    force: bool,
+    watcher: TrainingCallback,
 ) -> History:
     """Make a run and train its net."""
     known = data.data_set(source.name)
@@ -114,7 +118,9 @@ def train_new_run(
     return _run(trainer, means, watcher)
 
 
-def resume_run(directory: Path, root: Path | None, order: TrainOptions, means: ExecutionOptions, watcher: TrainingCallback) -> History:
+def resume_run(
+    directory: Path, root: Path | None, order: TrainOptions, means: ExecutionOptions, watcher: TrainingCallback
+) -> History:
     """Go on with the training of an existing run."""
     run = Run(directory)
     if run.training().get("freeze_backbone"):

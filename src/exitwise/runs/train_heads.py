@@ -7,19 +7,18 @@ from typing import Any
 import torch
 
 from exitwise import data, models
+from exitwise.core.errors import InputError
+from exitwise.core.files import atomic_directory, write_json
+from exitwise.core.seeds import as_generator, temporary_seed
+from exitwise.models.attach.attach import attach
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.collect import FILE_SIZE, DataOptions, build_net
-from exitwise.core.errors import InputError
-from exitwise.core.files import write_json
+from exitwise.runs.run import run_metadata
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
-from exitwise.training.machine import Machine
-from exitwise.models.attach.attach import attach
-from exitwise.training.recipes import HeadRecipe
-from exitwise.runs.run import run_metadata
-from exitwise.core.files import atomic_directory
-from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.training.loop import TrainingCallback
+from exitwise.training.machine import Machine
+from exitwise.training.recipes import HeadRecipe
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Run directories, and the operations that commands perform on them."""
