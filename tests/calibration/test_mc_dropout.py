@@ -111,7 +111,7 @@ class TestMethods:
             assert "dropout" not in name
             assert get_method(name).dropout is None
         for name in ("MSDNet (vanilla)", "PoE Laplace"):
-            ew.calibrate(random_trace(n=20), name, samples=3).save(tmp_path / "c.safetensors")
+            ew.calibrate(random_trace(n=20), name, num_draws=3).save(tmp_path / "c.safetensors")
             with safe_open(tmp_path / "c.safetensors", framework="pt") as file:
                 assert set(json.loads(file.metadata()["method"])) == before
             assert Calibration.load(tmp_path / "c.safetensors").method == get_method(name)
@@ -121,8 +121,10 @@ class TestMethods:
         refused(lambda: Method(False, None, False, False, dropout=rate), "`dropout` must be None or a rate between")
 
     def test_what_does_not_go_together_is_refused(self) -> None:
-        refused(lambda: Method(dropout=0.5), "`dropout` does not go with `laplace`")
-        refused(lambda: Method(False, "poe", True, False, dropout=0.5), "`dropout` does not go with `ensemble` 'poe'")
+        refused(lambda: Method(dropout=0.5), "`dropout` cannot be combined with `laplace`")
+        refused(
+            lambda: Method(False, "poe", True, False, dropout=0.5), "`dropout` cannot be combined with `ensemble` 'poe'"
+        )
         refused(lambda: Method(False, None, True, True, dropout=0.5), "`tune_prior` needs `laplace`")
         refused(lambda: get_method("MC dropout 1.5"), "`dropout` must be None or a rate between 0 and 1")
         refused(lambda: get_method("mc dropuot"), "did you mean 'MC dropout'")
@@ -134,7 +136,7 @@ class TestMasks:
     def test_a_feature_stays_by_chance(self) -> None:
         trace = random_trace(n=20, widths=(40, 50, 60))
         for rate in (0.1, 0.5, 0.8):
-            made = ew.calibrate(trace, f"MC dropout {rate}", samples=300)
+            made = ew.calibrate(trace, f"MC dropout {rate}", num_draws=300)
             assert [mask.shape for mask in masks(made)] == [(300, 40), (300, 50), (300, 60)]
             for mask in masks(made):
                 assert abs(float(mask.float().mean()) - (1 - rate)) < 0.02
@@ -157,7 +159,7 @@ class TestMasks:
     def test_every_sample_and_split_meets_the_same(self) -> None:
         trace = random_trace(n=60)
         assert trace.test is not None
-        made = ew.calibrate(trace, ENSEMBLED, samples=5)
+        made = ew.calibrate(trace, ENSEMBLED, num_draws=5)
         both = [torch.cat(pair) for pair in zip(trace.val.features, trace.test.features, strict=True)]
         parts = torch.cat([made.predict(trace.val).probs, made.predict(trace.test).probs], dim=1)
         torch.testing.assert_close(made.predict(both).probs, parts, atol=1e-6, rtol=0)
@@ -180,7 +182,7 @@ class TestPrediction:
     @pytest.mark.parametrize("bias", [True, False])
     def test_it_is_that_of_plain_loops(self, name: str, bias: bool) -> None:
         trace = random_trace(n=25, bias=bias, seed=3)
-        made = ew.calibrate(trace, name, samples=7)
+        made = ew.calibrate(trace, name, num_draws=7)
         found = made.predict(trace.val)
         for k, probs in enumerate(drawn(made, trace.val.features)):
             assert np.abs(found.probs[k].numpy() - probs.mean(axis=1)).max() < 2e-6
@@ -189,7 +191,7 @@ class TestPrediction:
     @pytest.mark.parametrize("name", ["MC dropout", ENSEMBLED])
     def test_the_variance_is_that_over_masks_of_the_predicted_class(self, name: str) -> None:
         trace = random_trace(n=25)
-        made = ew.calibrate(trace, name, samples=7)
+        made = ew.calibrate(trace, name, num_draws=7)
         found = made.predict(trace.val)
         assert found.variance is not None
         for k, probs in enumerate(drawn(made, trace.val.features)):
@@ -200,7 +202,7 @@ class TestPrediction:
 
     def test_one_mask_that_drops_nothing_is_the_plain_net(self) -> None:
         trace = random_trace(n=40)
-        made = ew.calibrate(trace, "MC dropout 1e-12", samples=1)
+        made = ew.calibrate(trace, "MC dropout 1e-12", num_draws=1)
         assert all(bool(mask.all()) for mask in masks(made))
         expected = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
         torch.testing.assert_close(made.predict(trace.val).log_probs, expected.log_probs)
@@ -208,7 +210,7 @@ class TestPrediction:
     def test_dropout_in_torch_means_the_same(self) -> None:
         """The mean over very many masks, with those of torch's own layer."""
         trace = random_trace(n=10)
-        made = ew.calibrate(trace, "MC dropout 0.3", samples=20_000)
+        made = ew.calibrate(trace, "MC dropout 0.3", num_draws=20_000)
         torch.manual_seed(0)
         x = torch.nn.functional.dropout(trace.val.features[2].expand(20_000, -1, -1), 0.3, training=True)
         expected = trace.heads[2].logits(x).softmax(dim=2).mean(dim=0)
@@ -217,7 +219,7 @@ class TestPrediction:
     @pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout"])
     def test_log_probabilities_stay_finite_where_probabilities_are_zero(self, name: str) -> None:
         trace = random_trace(n=50)
-        preds = ew.calibrate(trace, name, samples=4).predict([x * 1000 for x in trace.val.features])
+        preds = ew.calibrate(trace, name, num_draws=4).predict([x * 1000 for x in trace.val.features])
         assert bool((preds.probs == 0).any())
         assert bool(torch.isfinite(preds.log_probs).all())
 
@@ -225,14 +227,14 @@ class TestPrediction:
         trace = random_trace(n=20)
         extreme = [x.clone() for x in trace.val.features]
         extreme[1][7] *= 1e38
-        made = ew.calibrate(trace, "MC dropout", samples=4)
+        made = ew.calibrate(trace, "MC dropout", num_draws=4)
         refused(lambda: made.predict(extreme).probs, "exit 1: the features of sample 7 are too extreme")
         trace.val.features[1][3] *= 1e38
-        refused(lambda: ew.calibrate(trace, ONE, samples=4), "exit 1: the validation NLPD is not finite")
+        refused(lambda: ew.calibrate(trace, ONE, num_draws=4), "exit 1: the validation NLPD is not finite")
 
     def test_no_samples_and_half_precision_are_no_problem(self) -> None:
         trace = random_trace(n=30)
-        made = ew.calibrate(trace, ENSEMBLED, samples=4)
+        made = ew.calibrate(trace, ENSEMBLED, num_draws=4)
         assert made.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
         halves = tuple(x.half() for x in trace.val.features)
         whole = tuple(x.float() for x in halves)
@@ -254,11 +256,11 @@ class TestPrediction:
             held.append(features.numel() + found.numel() if features.dim() == 3 else 0)
             return found
 
-        whole = ew.calibrate(trace, ENSEMBLED, samples=8, search="continuous")
+        whole = ew.calibrate(trace, ENSEMBLED, num_draws=8, search="continuous")
         expected, variance = whole.predict(trace.val).log_probs, whole.predict(trace.val).variance
         monkeypatch.setattr(HeadWeights, "logits", logits)
         monkeypatch.setattr(mc_softmax, "_CHUNK", 1000)
-        parts = ew.calibrate(trace, ENSEMBLED, samples=8, search="continuous")
+        parts = ew.calibrate(trace, ENSEMBLED, num_draws=8, search="continuous")
         assert parts.temperatures == pytest.approx(whole.temperatures, rel=1e-3)
         for a, b in zip(whole.grids, parts.grids, strict=True):
             assert np.ravel(a.nlpd) == pytest.approx(np.ravel(b.nlpd), abs=2e-6)
@@ -273,7 +275,7 @@ class TestSearch:
     @pytest.mark.parametrize("seed", [0, 10])
     def test_it_is_that_of_the_plain_loop(self, name: str, seed: int) -> None:
         trace, method = random_trace(n=60, seed=seed), get_method(name)
-        made = ew.calibrate(trace, method, samples=9)
+        made = ew.calibrate(trace, method, num_draws=9)
         rows, labels = np.arange(60), trace.val.labels.numpy()
         earlier, weight = np.zeros((60, 5)), 0.0
         for k, exit in enumerate(made.exits):
@@ -295,7 +297,7 @@ class TestSearch:
         """Picks that differ from those without either: the loop above could tell."""
         traces = [random_trace(seed=10 * seed) for seed in range(4)]
         picks = {
-            name: [ew.calibrate(trace, name, samples=20).temperatures for trace in traces]
+            name: [ew.calibrate(trace, name, num_draws=20).temperatures for trace in traces]
             for name in (ONE, ENSEMBLED, "T_opt", "MIE T_opt")
         }
         assert len({str(found) for found in picks.values()}) == 4
@@ -304,7 +306,7 @@ class TestSearch:
         trace = random_trace(n=40)
         nothing = tuple(HeadWeights(torch.zeros_like(head.weight), None) for head in trace.heads)
         curvature = random_trace(bias=False).curvature
-        made = ew.calibrate(ew.Trace(trace.val, None, nothing, curvature, trace.costs), ENSEMBLED, samples=4)
+        made = ew.calibrate(ew.Trace(trace.val, None, nothing, curvature, trace.costs), ENSEMBLED, num_draws=4)
         assert made.temperatures == (0.3, 0.3, 0.3)
         assert made.val_nlpd == pytest.approx([log(5)] * 3)
 
@@ -312,15 +314,15 @@ class TestSearch:
     @pytest.mark.parametrize("seed", range(3))
     def test_the_continuous_one_ends_above_the_grid_at_no_exit(self, name: str, seed: int) -> None:
         trace = random_trace(seed=10 * seed)
-        grid = ew.calibrate(trace, name, samples=15)
-        continuous = ew.calibrate(trace, name, samples=15, search="continuous")
+        grid = ew.calibrate(trace, name, num_draws=15)
+        continuous = ew.calibrate(trace, name, num_draws=15, search="continuous")
         assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
         assert sum(continuous.val_nlpd) < sum(grid.val_nlpd) - 1e-5
         assert set(continuous.prior_vars) == {2.0}
 
     def test_the_continuous_one_finds_the_optimum(self) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, ONE, samples=6, search="continuous")
+        made = ew.calibrate(trace, ONE, num_draws=6, search="continuous")
         for exit, value, x in zip(made.exits, made.val_nlpd, trace.val.features, strict=True):
             z = torch.from_numpy(masked_logits(exit, x))
 
@@ -334,16 +336,16 @@ class TestSearch:
 
     def test_a_shared_tuner_gives_what_separate_ones_give(self) -> None:
         trace = random_trace(n=80)
-        shared = Tuner(trace, samples=6, seed=4)
+        shared = Tuner(trace, num_draws=6, seed=4)
         for name in ("MIE Laplace T_opt sigma_opt", "MC dropout 0.2", *reversed(DROPOUT_METHODS), "T_opt"):
-            alone, together = ew.calibrate(trace, name, samples=6, seed=4), shared.calibrate(name)
+            alone, together = ew.calibrate(trace, name, num_draws=6, seed=4), shared.calibrate(name)
             assert all(torch.equal(a, b) for a, b in zip(masks(alone), masks(together), strict=True))
             assert (alone.temperatures, alone.grids) == (together.temperatures, together.grids)
 
     @pytest.mark.parametrize("search", ["grid", "continuous"])
     def test_the_nlpd_that_it_promises_is_that_of_its_predictions(self, search: Any) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, ENSEMBLED, samples=8, search=search)
+        made = ew.calibrate(trace, ENSEMBLED, num_draws=8, search=search)
         true = made.predict(trace.val).log_probs.double().numpy()[:, np.arange(150), trace.val.labels.numpy()]
         assert made.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
 
@@ -352,7 +354,7 @@ class TestFiles:
     @pytest.mark.parametrize("name", [*DROPOUT_METHODS, "MC dropout 0.2"])
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str) -> None:
         trace = random_trace(n=50)
-        made = ew.calibrate(trace, name, samples=6)
+        made = ew.calibrate(trace, name, num_draws=6)
         made.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
         assert loaded.method == made.method == get_method(name)
@@ -363,7 +365,7 @@ class TestFiles:
         assert repr(loaded) == repr(made)
 
     def test_they_say_what_they_are(self) -> None:
-        made = ew.calibrate(random_trace(n=30), "MC dropout 0.2", samples=6)
+        made = ew.calibrate(random_trace(n=30), "MC dropout 0.2", num_draws=6)
         assert repr(made) == (
             "Calibration('MC dropout 0.2', mode 'paper', temperatures [1, 1, 1], 6 masks of rate 0.2)"
         )
@@ -392,7 +394,7 @@ class TestFiles:
     )
     def test_broken_tensors_are_refused(self, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         path = tmp_path / "c.safetensors"
-        ew.calibrate(random_trace(n=20), ENSEMBLED, samples=4).save(path)
+        ew.calibrate(random_trace(n=20), ENSEMBLED, num_draws=4).save(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata()
         tensors = {key: value for key, value in {**load_file(path), **changes}.items() if value is not None}
@@ -404,14 +406,14 @@ class TestFiles:
         [
             ({"dropout": 1.5}, "`dropout` must be None or a rate"),
             ({"dropout": "half"}, "`dropout` must be None or a rate"),
-            ({"laplace": True}, "`dropout` does not go with `laplace`"),
-            ({"ensemble": "poe"}, "`dropout` does not go with `ensemble` 'poe'"),
+            ({"laplace": True}, "`dropout` cannot be combined with `laplace`"),
+            ({"ensemble": "poe"}, "`dropout` cannot be combined with `ensemble` 'poe'"),
             ({"masks": 4}, "masks"),
         ],
     )
     def test_a_broken_header_is_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
         path = tmp_path / "c.safetensors"
-        ew.calibrate(random_trace(n=20), ENSEMBLED, samples=4).save(path)
+        ew.calibrate(random_trace(n=20), ENSEMBLED, num_draws=4).save(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata()
         method = json.dumps({**json.loads(header["method"]), **change})
@@ -420,7 +422,7 @@ class TestFiles:
 
     def test_a_calibration_that_says_dropout_and_has_no_masks(self, tmp_path: Path) -> None:
         path = tmp_path / "c.safetensors"
-        ew.calibrate(random_trace(n=20), "MIE T_opt", samples=4).save(path)
+        ew.calibrate(random_trace(n=20), "MIE T_opt", num_draws=4).save(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata()
         method = json.dumps({**json.loads(header["method"]), "dropout": 0.5})
@@ -445,13 +447,13 @@ class TestRuntime:
     @pytest.mark.parametrize("name", ["MC dropout 0.2", ENSEMBLED])
     def test_exits_say_what_plain_loops_say(self, name: str, variance: bool) -> None:
         trace = random_trace(n=20)
-        made = ew.calibrate(trace, name, samples=7)
+        made = ew.calibrate(trace, name, num_draws=7)
         memory = None
         for exit, x, probs in zip(
             runtime_exits(made, variance), trace.val.features, drawn(made, trace.val.features), strict=True
         ):
             said = exit(x, memory)
-            memory = said.memory
+            memory = said.ensemble_state
             assert np.abs(said.probs.numpy() - probs.mean(axis=1)).max() < 2e-6
             if variance:
                 of_class = probs[np.arange(20), :, probs.mean(axis=1).argmax(axis=1)]
@@ -461,11 +463,11 @@ class TestRuntime:
     @pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout"])
     def test_logits_hundreds_apart(self, name: str) -> None:
         trace = random_trace(n=50)
-        made = ew.calibrate(trace, name, samples=6)
+        made = ew.calibrate(trace, name, num_draws=6)
         features, memory = [x * 50 for x in trace.val.features], None
         for exit, x, expected in zip(runtime_exits(made, False), features, made.predict(features).probs, strict=True):
             said = exit(x, memory)
-            memory = said.memory
+            memory = said.ensemble_state
             torch.testing.assert_close(said.probs, expected, atol=5e-4, rtol=0)
 
     def test_a_stream_an_empty_batch_and_a_saved_classifier(self, tmp_path: Path) -> None:
@@ -507,13 +509,13 @@ class TestRuntime:
 class TestTables:
     def test_it_joins_the_ablation(self) -> None:
         trace = random_trace(n=120)
-        table = ew.ablation(trace, methods=[*ew.METHODS, *DROPOUT_METHODS], samples=6)
+        table = ew.ablation(trace, methods=[*ew.METHODS, *DROPOUT_METHODS], num_draws=6)
         assert [row.method for row in table] == [*ew.METHODS, *DROPOUT_METHODS]
-        assert list(table.rows[:12]) == list(ew.ablation(trace, samples=6).rows)
+        assert list(table.rows[:12]) == list(ew.ablation(trace, num_draws=6).rows)
         assert table["MC dropout"].prior_vars is None
-        assert table[ENSEMBLED].temperatures == ew.calibrate(trace, ENSEMBLED, samples=6).temperatures
+        assert table[ENSEMBLED].temperatures == ew.calibrate(trace, ENSEMBLED, num_draws=6).temperatures
         assert trace.test is not None
-        made = ew.calibrate(trace, ENSEMBLED, samples=6)
+        made = ew.calibrate(trace, ENSEMBLED, num_draws=6)
         policies = ew.sweep(made.predict(trace.val), costs=trace.costs)
         curve = ew.budget_curve(
             made.predict(trace.test), labels=trace.test.labels, policies=policies, costs=trace.costs

@@ -111,7 +111,7 @@ torch.set_num_threads(1)
 logits, t, shifts = torch.randn(20_000, 400), torch.rand(20_000) + 0.5, torch.randn(50, 400)
 labels = torch.zeros(20_000, dtype=torch.int64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-mc_softmax.mean_log_probs(logits, t, shifts, 1.0)
+mc_softmax.interpolated_log_mean_softmax(logits, t, shifts, 1.0)
 mc_softmax.grid_log_true(logits, labels, torch.stack([t, t]), torch.stack([shifts, shifts]), torch.tensor([1.0]))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """

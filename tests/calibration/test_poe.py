@@ -91,7 +91,7 @@ class TestPrediction:
     @pytest.mark.parametrize("seed", [0, 1])
     def test_of_a_calibration(self, name: str, mode: Mode, seed: int) -> None:
         trace = random_trace(n=120, seed=50 * seed, bias=mode != "exact")
-        made = ew.calibrate(trace, name, samples=9, mode=mode)
+        made = ew.calibrate(trace, name, num_draws=9, mode=mode)
         expected = product_of_experts(own_probs(made, trace), trace.costs.values)
         found = made.predict(trace.val)
         assert np.abs(found.probs.double().numpy() - expected).max() < 5e-6
@@ -107,14 +107,14 @@ class TestPrediction:
     @pytest.mark.parametrize("mode", MODES)
     def test_no_samples_are_no_problem(self, mode: Mode) -> None:
         trace = random_trace()
-        made = ew.calibrate(trace, FULL, samples=4, mode=mode)
+        made = ew.calibrate(trace, FULL, num_draws=4, mode=mode)
         assert made.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
 
     @pytest.mark.parametrize("name", [FULL, "PoE"])
     @pytest.mark.parametrize("mode", MODES)
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str, mode: Mode) -> None:
         trace = random_trace()
-        made = ew.calibrate(trace, name, mode=mode, samples=6)
+        made = ew.calibrate(trace, name, mode=mode, num_draws=6)
         made.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
         assert loaded.method == made.method == POE_METHODS[name]
@@ -160,7 +160,7 @@ class TestSearch:
     @pytest.mark.parametrize("search", ["grid", "continuous"])
     def test_the_nlpd_that_it_promises_is_that_of_its_predictions(self, mode: Mode, search: Any) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, FULL, samples=8, mode=mode, search=search)
+        made = ew.calibrate(trace, FULL, num_draws=8, mode=mode, search=search)
         log_probs = made.predict(trace.val).log_probs.double().numpy()
         true = log_probs[:, np.arange(150), trace.val.labels.numpy()]
         assert made.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
@@ -170,8 +170,8 @@ class TestSearch:
     @pytest.mark.slow_after_first
     def test_the_continuous_one_ends_above_the_grid_at_no_exit(self, name: str, seed: int) -> None:
         trace = random_trace(seed=10 * seed)
-        grid = ew.calibrate(trace, name, samples=15)
-        continuous = ew.calibrate(trace, name, samples=15, search="continuous")
+        grid = ew.calibrate(trace, name, num_draws=15)
+        continuous = ew.calibrate(trace, name, num_draws=15, search="continuous")
         assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
         assert sum(continuous.val_nlpd) < sum(grid.val_nlpd) - 1e-5
         if not POE_METHODS[name].tune_temperature:
@@ -181,10 +181,10 @@ class TestSearch:
 
     def test_a_shared_tuner_gives_what_separate_ones_give(self) -> None:
         trace = random_trace()
-        shared = Tuner(trace, samples=12, seed=4)
+        shared = Tuner(trace, num_draws=12, seed=4)
         shared.calibrate("MIE Laplace T_opt sigma_opt")
         for name in reversed(POE_METHODS):
-            alone, together = ew.calibrate(trace, name, samples=12, seed=4), shared.calibrate(name)
+            alone, together = ew.calibrate(trace, name, num_draws=12, seed=4), shared.calibrate(name)
             assert (alone.temperatures, alone.prior_vars) == (together.temperatures, together.prior_vars)
             assert alone.grids == together.grids
 
@@ -192,9 +192,9 @@ class TestSearch:
     @pytest.mark.slow_after_first
     def test_it_does_not_depend_on_the_chunks(self, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
         trace = random_trace()
-        whole = ew.calibrate(trace, FULL, samples=8, mode=mode)
+        whole = ew.calibrate(trace, FULL, num_draws=8, mode=mode)
         monkeypatch.setattr(mc_softmax, "_CHUNK", 1000)
-        parts = ew.calibrate(trace, FULL, samples=8, mode=mode)
+        parts = ew.calibrate(trace, FULL, num_draws=8, mode=mode)
         for a, b in zip(whole.grids, parts.grids, strict=True):
             assert np.ravel(a.nlpd) == pytest.approx(np.ravel(b.nlpd), abs=2e-6)
 
@@ -245,16 +245,16 @@ class TestRuntime:
     def test_experts_who_are_sure_of_different_things(self, name: str, factor: float) -> None:
         """Logits hundreds apart: zeros in probabilities, on whose logarithms the product then depends."""
         trace = random_trace()
-        calibration = ew.calibrate(trace, name, samples=8)
+        calibration = ew.calibrate(trace, name, num_draws=8)
         features = [x * factor for x in trace.val.features]
-        own = ew.calibrate(trace, name.replace("PoE", "MIE"), samples=8).predict(features)
+        own = ew.calibrate(trace, name.replace("PoE", "MIE"), num_draws=8).predict(features)
         assert bool((own.probs == 0).any())
         memory = None
         exits = runtime_exits(calibration, variance=False)
         for exit, x, expected in zip(exits, features, calibration.predict(features).probs, strict=True):
             said = exit(x, memory)
             assert float((said.probs - expected).abs().max()) < 1e-5 * factor  # as float32 rounds off logits so large
-            memory = said.memory
+            memory = said.ensemble_state
 
     def test_a_saved_classifier(self, tmp_path: Path) -> None:
         clf = classifier(FULL)
@@ -289,7 +289,7 @@ class TestNoVariance:
     @pytest.mark.parametrize("name", POE_METHODS)
     def test_predictions_have_none(self, name: str) -> None:
         trace = random_trace(n=40)
-        preds = ew.calibrate(trace, name, samples=4).predict(trace.val)
+        preds = ew.calibrate(trace, name, num_draws=4).predict(trace.val)
         assert preds.variance is None
         refused(lambda: exit_scores(preds, "variance"), "'variance' needs draws", "without product of experts")
 

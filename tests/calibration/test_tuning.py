@@ -69,8 +69,8 @@ def test_search_is_that_of_the_plain_loop(name: str, mode: str) -> None:
 @pytest.mark.slow_after_first
 def test_continuous_search_ends_above_the_grid_at_no_exit(name: str, seed: int) -> None:
     trace = random_trace(seed=10 * seed)
-    grid = ew.calibrate(trace, name, samples=15)
-    continuous = ew.calibrate(trace, name, samples=15, search="continuous")
+    grid = ew.calibrate(trace, name, num_draws=15)
+    continuous = ew.calibrate(trace, name, num_draws=15, search="continuous")
     assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
     assert sum(continuous.val_nlpd) < sum(grid.val_nlpd) - 1e-5
     method = ew.METHODS[name]
@@ -96,7 +96,7 @@ def test_continuous_temperature_is_the_optimum() -> None:
 
 def test_continuous_search_works_in_exact_mode() -> None:
     trace = random_trace(n=150)
-    grid, continuous = (ew.calibrate(trace, samples=8, mode="exact", search=s) for s in ("grid", "continuous"))
+    grid, continuous = (ew.calibrate(trace, num_draws=8, mode="exact", search=s) for s in ("grid", "continuous"))
     assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
 
 
@@ -106,7 +106,7 @@ def test_samples_whose_features_are_all_zero_do_no_harm(mode: str) -> None:
     trace = random_trace(n=60, bias=False)
     for x in trace.val.features:
         x[::4] = 0
-    found = ew.calibrate(trace, samples=5, mode=mode, search="continuous")  # type: ignore[arg-type]
+    found = ew.calibrate(trace, num_draws=5, mode=mode, search="continuous")  # type: ignore[arg-type]
     probs = found.predict(trace.val).probs
     assert bool(torch.isfinite(probs).all())
     torch.testing.assert_close(probs[0, ::4], torch.full((15, 5), 0.2))
@@ -114,14 +114,30 @@ def test_samples_whose_features_are_all_zero_do_no_harm(mode: str) -> None:
 
 def test_a_shared_tuner_gives_what_separate_ones_give() -> None:
     trace = random_trace()
-    shared = Tuner(trace, samples=12, seed=4)
+    shared = Tuner(trace, num_draws=12, seed=4)
     for name in reversed(ew.METHODS):
-        alone, together = ew.calibrate(trace, name, samples=12, seed=4), shared.calibrate(name)
+        alone, together = ew.calibrate(trace, name, num_draws=12, seed=4), shared.calibrate(name)
         assert alone.temperatures == together.temperatures
         assert alone.prior_vars == together.prior_vars
         assert np.ravel([g.nlpd for g in alone.grids]) == pytest.approx(
             np.ravel([g.nlpd for g in together.grids]), abs=1e-6
         )
+
+
+def test_samples_is_the_former_name_of_num_draws() -> None:
+    trace = random_trace()
+    calibration, former = ew.calibrate(trace, "Laplace", num_draws=7), ew.calibrate(trace, "Laplace", samples=7)
+    assert calibration.draws is not None
+    assert former.draws is not None
+    assert calibration.draws.shape == (7, trace.num_classes)
+    assert torch.equal(calibration.draws, former.draws)
+    default = ew.calibrate(trace, "Laplace").draws
+    assert default is not None
+    assert len(default) == 50
+    for tables in (ew.ablation, ew.decision_experiment):
+        assert tables(trace, num_draws=7).to_dict() == tables(trace, samples=7).to_dict()
+        with pytest.raises(ew.InputError, match="`num_draws` and its former name `samples` must not both be given"):
+            tables(trace, num_draws=7, samples=7)
 
 
 def test_draws_come_from_a_seed_a_generator_or_the_caller() -> None:
@@ -158,7 +174,7 @@ def test_grids_can_be_overridden() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_saved_calibrations_predict_the_same(tmp_path: object, name: str, mode: str, bias: bool) -> None:
     trace = random_trace(bias=bias)
-    made = ew.calibrate(trace, name, mode=mode, samples=6)  # type: ignore[arg-type]
+    made = ew.calibrate(trace, name, mode=mode, num_draws=6)  # type: ignore[arg-type]
     made.save(f"{tmp_path}/c.safetensors")
     loaded = Calibration.load(f"{tmp_path}/c.safetensors")
     assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
@@ -188,7 +204,7 @@ def test_saved_calibrations_predict_the_same(tmp_path: object, name: str, mode: 
 )
 def test_a_broken_calibration_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "c.safetensors"
-    ew.calibrate(random_trace(), samples=4).save(path)
+    ew.calibrate(random_trace(), num_draws=4).save(path)
     with safe_open(path, framework="pt") as file:
         header = file.metadata()
     tensors = {**load_file(path), **changes}
@@ -214,7 +230,7 @@ def test_a_broken_calibration_is_refused(tmp_path: Path, changes: dict[str, Any]
 )
 def test_a_broken_header_is_refused(tmp_path: Path, key: str, value: str) -> None:
     path = tmp_path / "c.safetensors"
-    ew.calibrate(random_trace(), samples=4).save(path)
+    ew.calibrate(random_trace(), num_draws=4).save(path)
     with safe_open(path, framework="pt") as file:
         header = file.metadata()
     save_file(load_file(path), path, metadata={**header, key: value})
@@ -227,13 +243,13 @@ def test_predictions_beyond_float32_are_refused() -> None:
     extreme = [x.clone() for x in trace.val.features]
     extreme[1][7] *= 1e30
     with pytest.raises(ew.InputError, match="exit 1: the features of sample 7 are too extreme"):
-        ew.calibrate(trace, samples=4).predict(extreme).probs  # noqa: B018
+        ew.calibrate(trace, num_draws=4).predict(extreme).probs  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["Laplace", "MIE Laplace"])
 def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name: str) -> None:
     trace = random_trace(n=80)
-    found = ew.calibrate(trace, name, samples=9)
+    found = ew.calibrate(trace, name, num_draws=9)
     preds = found.predict(trace.val)
     drawn = []
     for k in range(trace.num_exits):
@@ -254,7 +270,7 @@ def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name
 @pytest.mark.parametrize("mode", MODES)
 def test_no_samples_are_no_problem(mode: str) -> None:
     trace = random_trace()
-    found = ew.calibrate(trace, samples=4, mode=mode)  # type: ignore[arg-type]
+    found = ew.calibrate(trace, num_draws=4, mode=mode)  # type: ignore[arg-type]
     assert found.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
 
 
@@ -275,7 +291,10 @@ def test_features_of_half_precision_and_plain_tensors_are_taken() -> None:
     ("arguments", "message"),
     [
         ({"method": "MIE Laplas"}, "did you mean 'MIE Laplace'"),
-        ({"samples": 0}, "`samples`"),
+        ({"num_draws": 0}, "`num_draws` must be a whole number of at least 1, but got 0"),
+        ({"num_draws": 2.5}, "`num_draws` must be a whole number"),
+        ({"samples": 0}, "`samples` must be a whole number of at least 1, but got 0"),
+        ({"num_draws": 5, "samples": 5}, "`num_draws` and its former name `samples` must not both be given"),
         ({"mode": "full"}, "`mode`"),
         ({"search": "random"}, "`search`"),
         ({"temperatures": []}, "`temperatures`"),

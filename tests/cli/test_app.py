@@ -299,7 +299,7 @@ def test_bad_usage_is_one_line_and_status_two(exitwise: Command, arguments: list
         (["evaluate", "--budget", "2e7", "--score", "variance", "--method", "MIE"], "choose a method with Laplace"),
         (["calibrate", "--mode", "luck"], "`mode`"),
         (["calibrate", "--search", "luck"], "`search`"),
-        (["calibrate", "--samples", "0"], "`samples`"),
+        (["calibrate", "--samples", "0"], "`--samples` must be at least 1, but got 0"),
         (["calibrate", "--seed", "99999999999999999999999"], "`seed`"),
         (["calibrate", "--seed", "-1"], "`seed`"),
         (["ablate", "--budget-range", "3e7", "1e7"], "`budget_range`"),

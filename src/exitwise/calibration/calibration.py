@@ -1,4 +1,4 @@
-"""What a calibrated net says: every exit's last layer with its posterior and temperature, and their ensemble."""
+"""Calibrated predictions: every exit's last layer with its posterior and temperature, and their ensemble."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +17,7 @@ from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_
 from exitwise.calibration.methods import Ensemble, Method
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
+from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.memory import align_fields
 from exitwise.core.predictions import Array, ExitPrediction, Predictions
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "exitwise.calibration", 1
 
-_LEAST = log(torch.finfo(torch.float32).tiny)
+_MIN_LOG_PROB = log(torch.finfo(torch.float32).tiny)
+_POSTERIOR_TENSORS = ("basis", "inverse", "offset", "root")
 
 
 @dataclass(frozen=True, eq=False)
 class CalibratedExit:
-    """One exit's last layer with its temperature and its posterior or its dropout; it knows nothing of other exits."""
+    """One exit's last layer with its temperature and its posterior or dropout masks, independent of other exits."""
 
     head: HeadWeights
     temperature: float
@@ -45,7 +47,7 @@ class CalibratedExit:
         align_fields(self, "draws")
 
     def log_probs(self, features: Tensor) -> Tensor:
-        """(n, c) from features (n, p), float32."""
+        """Return log-probabilities (n, c) of features (n, p), in float32."""
         features = features.float()
         logits = self.head.logits(features)
         if (self.posterior is None and self.dropout is None) or not len(features):
@@ -54,32 +56,32 @@ class CalibratedExit:
             return interpolated_log_mean_softmax(
                 logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature
             )
-        return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled(features)])
+        return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled_logits(features)])
 
     @cached_property
     def _shifts(self) -> Tensor:
-        """(S, c): L g of every draw, multiplied once, before test time."""
+        """Shifts L g (S, c) of all draws g, multiplied once, before test time."""
         if self.posterior is None or self.draws is None:
-            raise InputError("without Laplace there are no draws")
+            raise InputError("there are no draws without Laplace or dropout")
         shifts: Tensor = self.draws @ self.posterior.root.to(self.draws.dtype).T
         return shifts
 
     def class_probs(self, features: Tensor, classes: Tensor) -> Tensor:
-        """(j, n, S): the probability that every draw gives to classes (j, n), j choices of one per sample."""
+        """Return probabilities (j, n, S) of `classes` (j, n) under every draw: j classes for each sample."""
         parts = []
-        for part, z in self._sampled(features.float()):
+        for part, z in self._sampled_logits(features.float()):
             chosen = classes[:, part, None].permute(1, 2, 0).expand(-1, z.shape[1], -1)  # (m, S, j)
             log_z = (z / self.temperature).logsumexp(dim=2, keepdim=True)
             parts.append((z.gather(2, chosen) / self.temperature - log_z).exp().permute(2, 0, 1))
         return torch.cat(parts, dim=1)
 
-    def _sampled(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Sampled logits (m, S, c), chunk by chunk."""
+    def _sampled_logits(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the sampled logits (m, S, c) of chunks of samples."""
         if self.dropout is not None:
             yield from self.dropout.sample_logits(self.head, features)
             return
         if self.posterior is None or self.draws is None:
-            raise InputError("without Laplace there are no draws")
+            raise InputError("there are no draws without Laplace or dropout")
         size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
         for part in chunk_slices(len(features), size):
             logits, scale = self.head.logits(features[part]), self.posterior.scale(features[part])
@@ -88,7 +90,7 @@ class CalibratedExit:
 
 @dataclass(frozen=True)
 class Grid:
-    """The search at one exit: validation NLPD (T, V), temperatures outer, prior variances inner."""
+    """Validation NLPD (T, V) at the grid points of one exit, temperatures outer, prior variances inner."""
 
     temperatures: tuple[float, ...]
     prior_vars: tuple[float, ...]
@@ -97,45 +99,50 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What is applied at every exit of a net, tuned on the validation split; `predict` applies it to features.
+    """Calibration of every exit of a net, tuned on the validation split; `predict` applies it to features.
 
-    `exits` (K,) are the last layers with their temperatures and posteriors. `weights` (K,) are those of the ensemble,
-    None without one. `val_nlpd` (K,) is the validation NLPD of every exit at its chosen point; `grids` (K,) have it at
-    all that were tried, (T, V) for T temperatures and V prior variances.
+    Args:
+        method: The calibration method.
+        mode: Form of the Laplace posterior: "paper", "exact" or "naive".
+        exits: Last layers (K,) with their temperatures and posteriors.
+        weights: Ensemble weights (K,), the cost up to each exit; None without an ensemble.
+        val_nlpd: Validation NLPD (K,) of every exit at its chosen point; of the ensemble, if there is one.
+        grids: Validation NLPD at all grid points, K tables (T, V) for T temperatures and V prior variances.
+        settings: Seed, number of draws ("samples") and kind of search.
     """
 
     method: Method
     mode: Mode
     exits: tuple[CalibratedExit, ...]
-    weights: tuple[float, ...] | None  # of the ensemble: the cost up to each exit
-    val_nlpd: tuple[float, ...]  # at the chosen point, of the ensemble where there is one
+    weights: tuple[float, ...] | None
+    val_nlpd: tuple[float, ...]
     grids: tuple[Grid, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # seed, samples, search: how it was made
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """(K,) what each exit's logits are divided by."""
+        """Temperatures (K,) by which the logits of each exit are divided."""
         return tuple(exit.temperature for exit in self.exits)
 
     @property
     def prior_vars(self) -> tuple[float, ...]:
-        """(K,) the prior variance of each exit's last layer; without Laplace nothing depends on it."""
+        """Prior variances (K,) of each exit's last layer; without Laplace they have no effect."""
         return tuple(exit.prior_var for exit in self.exits)
 
     @property
     def draws(self) -> Tensor | None:
-        """(S, c) standard normals that all exits share; None without Laplace."""
+        """Standard normals (S, c) that all exits share; None without Laplace."""
         return self.exits[0].draws
 
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{t:.3g}" for t in self.temperatures)
-        more = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
+        extra = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
         if (dropout := self.exits[0].dropout) is not None:
-            more = f", {len(dropout.masks)} masks of rate {dropout.rate}"
-        return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{more})"
+            extra = f", {len(dropout.masks)} masks of rate {dropout.rate}"
+        return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{extra})"
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row per exit; needs pandas."""
+        """Return a data frame with temperature, prior variance and validation NLPD, one row per exit; needs pandas."""
         import pandas
 
         prior = self.prior_vars if self.method.laplace else None
@@ -143,7 +150,7 @@ class Calibration:
         return pandas.DataFrame({"exit": range(len(self.exits)), **columns})
 
     def to_dict(self) -> dict[str, Any]:
-        """What was chosen and how, as plain data for JSON; `save` writes the tensors, too."""
+        """Return the chosen values and settings as a JSON-serializable dict; `save` also writes the tensors."""
         return {
             "method": self.method.name,
             "mode": self.mode,
@@ -156,12 +163,22 @@ class Calibration:
         }
 
     def belongs_to(self, trace: Trace) -> bool:
-        """Whether it was made for the heads of this trace."""
+        """Return whether the last layers are those of this trace."""
         pairs = [(exit.head.weight, head.weight) for exit, head in zip(self.exits, trace.heads, strict=False)]
         return len(self.exits) == trace.num_exits and all(torch.equal(a, b.float()) for a, b in pairs)
 
     def predict(self, split: Split | Sequence[Tensor]) -> Predictions:
-        """Predictions (K, n, c) on a split of a trace, or on K plain tensors of features (n, p_k)."""
+        """Predict with every exit; with an ensemble, with the ensemble of the exits so far.
+
+        Args:
+            split: A split of a trace, or K tensors of features (n, p_k).
+
+        Returns:
+            Predictions (K, n, c), computed when they are needed.
+
+        Raises:
+            InputError: The features do not match the exits, or are not finite.
+        """
         if not isinstance(split, Split | Sequence):
             raise InputError(f"`split` must be a Split or a sequence of features, but got {type(split).__name__}")
         features = tuple(split.features if isinstance(split, Split) else split)
@@ -176,20 +193,22 @@ class Calibration:
                 raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
         shape = (len(features), len(features[0]), len(self.exits[0].head.weight))
         variance = (lambda classes: self._variance(features, classes)) if self.method.has_variance else None
-        return Predictions(shape, lambda: self._exits(features), variance)
+        return Predictions(shape, lambda: self._predict_exits(features), variance)
 
-    def _exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
-        said: Tensor | None = None
+    def _predict_exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
+        ensemble_log_probs: Tensor | None = None
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                said = ensemble_step(self.method.ensemble, k, exit.log_probs(x), said, self.weights)
-                if not tensorfiles.all_finite(said):
-                    where = int((~torch.isfinite(said)).any(dim=1).nonzero()[0])
-                    raise InputError(f"exit {k}: the features of sample {where} are too extreme for float32")
-                yield ExitPrediction.from_log_probs(said.numpy())
+                ensemble_log_probs = ensemble_step(
+                    self.method.ensemble, k, exit.log_probs(x), ensemble_log_probs, self.weights
+                )
+                if not tensorfiles.all_finite(ensemble_log_probs):
+                    sample = int((~torch.isfinite(ensemble_log_probs)).any(dim=1).nonzero()[0])
+                    raise InputError(f"exit {k}: the features of sample {sample} are too extreme for float32")
+                yield ExitPrediction.from_log_probs(ensemble_log_probs.numpy())
 
     def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
-        """(K, n): variance over draws of p(class) at each exit, of the ensemble where there is one; classes (K, n)."""
+        """Variance (K, n) over draws of p(class) for classes (K, n), of each exit or of the ensemble up to it."""
         chosen = torch.from_numpy(classes)
         probs: list[Tensor] = []
         with torch.no_grad():
@@ -197,7 +216,7 @@ class Calibration:
                 if self.weights is None:
                     probs.append(exit.class_probs(x, chosen[k : k + 1])[0])
                     continue
-                # Draws are shared by all exits, so that draw l of the ensemble is the mean of every exit's draw l.
+                # All exits share the draws, so draw l of the ensemble is the weighted mean of every exit's draw l.
                 later = exit.class_probs(x, chosen[k:])
                 probs += [torch.zeros_like(row) for row in later] if k == 0 else []
                 for j, row in enumerate(later, start=k):
@@ -205,7 +224,7 @@ class Calibration:
         return np.stack([row.var(dim=1, correction=0).numpy() for row in probs])
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a file holds of it: tensors by name, and the rest as plain data."""
+        """Return the contents of its file: tensors by name, and the metadata as a JSON-serializable dict."""
         tensors: dict[str, Tensor] = {} if self.draws is None else {"draws": self.draws}
         tensors["temperatures"] = torch.tensor(self.temperatures, dtype=torch.float64)
         tensors["prior_vars"] = torch.tensor(self.prior_vars, dtype=torch.float64)
@@ -215,13 +234,13 @@ class Calibration:
         for k, exit in enumerate(self.exits):
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
-                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR}
+                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR_TENSORS}
             if exit.dropout is not None:
                 parts["masks"] = exit.dropout.masks.to(torch.uint8)
             tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
         method = asdict(self.method)
         if self.method.dropout is None:
-            del method["dropout"]  # an exitwise that knows no dropout reads the file, too
+            del method["dropout"]  # keeps the file readable by versions without dropout
         metadata = {
             "method": method,
             "mode": self.mode,
@@ -231,27 +250,26 @@ class Calibration:
         return tensors, metadata
 
     def save(self, path: str | Path) -> None:
-        """Everything in one safetensors file, the last layers included."""
+        """Write everything, including the last layers, to one safetensors file."""
         tensors, metadata = self.to_tensors()
         tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
-        """Read and check a calibration; every way in which it may be broken is an `InputError` that names the file."""
+        """Read and check a calibration; an `InputError` names the file and the first problem found in it."""
         return tensorfiles.load(Path(path), FORMAT, VERSION, cls.from_tensors)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Calibration":
-        """From what `to_tensors` gave, checked; a missing name is a `KeyError`."""
+        """Build a calibration from the result of `to_tensors` and check it; a missing name is a `KeyError`."""
         method, mode, settings = Method(**metadata["method"]), metadata["mode"], metadata["settings"]
-        if mode not in MODES:
-            raise InputError(f"mode must be one of {', '.join(MODES)}, but is {mode!r}")
+        check_choice("mode", mode, MODES)
         if not isinstance(settings, dict):
             raise InputError(f"settings must be an object, but are {settings!r}")
-        grids = tuple(Grid(**{key: _tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
+        grids = tuple(Grid(**{key: _to_tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
         per_exit = ("temperatures", "prior_vars", "val_nlpd", *(["weights"] if method.ensemble else []))
         for name in per_exit:
-            _expect(name, tensors[name], torch.float64, (len(grids),))
+            _check_tensor(name, tensors[name], torch.float64, (len(grids),))
             if name != "val_nlpd" and not bool((tensors[name] > 0).all()):
                 raise InputError(f"{name} must be positive, but are {tensors[name].tolist()}")
         if tensors["exit.0.weight"].dim() != 2:
@@ -259,13 +277,13 @@ class Calibration:
         c = len(tensors["exit.0.weight"])
         draws = tensors["draws"] if method.laplace else None
         if draws is not None:
-            _expect("draws", draws, torch.float32, (draws.shape[0] if draws.dim() else 0, c))
+            _check_tensor("draws", draws, torch.float32, (draws.shape[0] if draws.dim() else 0, c))
         exits = []
         for k in range(len(grids)):
-            parts = {name: tensors.get(f"exit.{k}.{name}") for name in ("weight", "bias", *_POSTERIOR)}
-            head, posterior = _checked_exit(k, parts, mode if method.laplace else None, c)
+            parts = {name: tensors.get(f"exit.{k}.{name}") for name in ("weight", "bias", *_POSTERIOR_TENSORS)}
+            head, posterior = _read_exit(k, parts, mode if method.laplace else None, c)
             temperature, prior_var = float(tensors["temperatures"][k]), float(tensors["prior_vars"][k])
-            dropout = None if method.dropout is None else _checked_dropout(k, tensors, method.dropout, head)
+            dropout = None if method.dropout is None else _read_masks(k, tensors, method.dropout, head)
             exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws, dropout))
         return cls(
             method=method,
@@ -278,28 +296,25 @@ class Calibration:
         )
 
 
-_POSTERIOR = ("basis", "inverse", "offset", "root")
+def _to_tuples(value: Any) -> Any:
+    return tuple(_to_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or 0 in shape:
-        found = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise InputError(f"{name} must be {dtype} of shape {shape}, but is {found}")
+        actual = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise InputError(f"{name} must be {dtype} of shape {shape}, but is {actual}")
     if not tensorfiles.all_finite(tensor):
         raise InputError(f"{name} holds values that are not finite")
 
 
-def _checked_exit(
+def _read_exit(
     k: int, parts: Mapping[str, Tensor | None], mode: Mode | None, c: int
 ) -> tuple[HeadWeights, Posterior | None]:
-    """Exit k's head and, with a mode, its posterior, from tensors that may be anything."""
-    needed = ("weight", *(_POSTERIOR if mode else ()))
+    """Return exit k's head and, with a mode, its posterior, after checking the tensors of the file."""
+    required = ("weight", *(_POSTERIOR_TENSORS if mode else ()))
     present = {name: tensor for name, tensor in parts.items() if tensor is not None}
-    for name in needed:
+    for name in required:
         if name not in present:
             raise KeyError(f"exit.{k}.{name}")
     p = present["weight"].shape[-1] if present["weight"].dim() else 0
@@ -307,21 +322,21 @@ def _checked_exit(
     shapes: dict[str, tuple[int, ...]] = {"weight": (c, p), "bias": (c,), "basis": (q, q), "offset": (), "root": (c, c)}
     shapes["inverse"] = (q, c) if mode == "exact" else (q,)
     for name, tensor in present.items():
-        _expect(f"exit.{k}.{name}", tensor, torch.float32, shapes[name])
+        _check_tensor(f"exit.{k}.{name}", tensor, torch.float32, shapes[name])
     head = HeadWeights(present["weight"], present.get("bias"))
     if mode is None:
         return head, None
-    posterior = Posterior(mode, **{name: present[name] for name in _POSTERIOR})
+    posterior = Posterior(mode, **{name: present[name] for name in _POSTERIOR_TENSORS})
     if not bool((posterior.inverse >= 0).all()) or float(posterior.offset) < 0:
         raise InputError(f"exit.{k}.inverse and exit.{k}.offset must not be negative")
     return head, posterior
 
 
-def _checked_dropout(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWeights) -> DropoutMasks:
-    """Exit k's masks, as many as the first exit's, from tensors that may be anything."""
+def _read_masks(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWeights) -> DropoutMasks:
+    """Return exit k's masks after checking them; every exit has the same number of masks as the first."""
     name, first = f"exit.{k}.masks", tensors["exit.0.masks"]
     masks = tensors[name]
-    _expect(name, masks, torch.uint8, (first.shape[0] if first.dim() else 0, head.weight.shape[1]))
+    _check_tensor(name, masks, torch.uint8, (first.shape[0] if first.dim() else 0, head.weight.shape[1]))
     if bool((masks > 1).any()):
         raise InputError(f"{name} must hold zeros and ones, but holds {int(masks.max())}")
     return DropoutMasks(rate, masks.bool())
@@ -330,34 +345,33 @@ def _checked_dropout(k: int, tensors: Mapping[str, Tensor], rate: float, head: H
 def ensemble_step(
     kind: Ensemble | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
 ) -> Tensor:
-    """One exit further: log p_ens_k from exit k's own log p_k and log p_ens_(k-1), both of any shape for `mie`.
+    """Return the ensemble's log p_ens_k, from log p_k of exit k and `earlier`, log p_ens_(k-1); without one, log p_k.
 
-    A product of experts is normalised over the classes, which have to be the last dimension. In it a probability below
-    float32's smallest normal number counts as that: the runtime keeps probabilities, and is to say the same.
+    For `mie`, the tensors may have any shape. For `poe`, classes must be the last dimension, because a product of
+    experts is normalized over them; probabilities below float32's smallest normal number are raised to it, because the
+    runtime stores probabilities instead of logarithms and has to give the same results.
     """
     if kind is None or weights is None or earlier is None:
         return log_probs
-    before, here = sum(weights[:k]), weights[k]
-    total = before + here
+    earlier_weight, weight = sum(weights[:k]), weights[k]
+    total = earlier_weight + weight
     if kind == "poe":
-        earlier, log_probs = earlier.clamp(min=_LEAST), log_probs.clamp(min=_LEAST)
-        return (earlier * (before / total) + log_probs * (here / total)).log_softmax(dim=-1)
-    return torch.logaddexp(earlier + log(before / total), log_probs + log(here / total))
+        earlier, log_probs = earlier.clamp(min=_MIN_LOG_PROB), log_probs.clamp(min=_MIN_LOG_PROB)
+        return (earlier * (earlier_weight / total) + log_probs * (weight / total)).log_softmax(dim=-1)
+    return torch.logaddexp(earlier + log(earlier_weight / total), log_probs + log(weight / total))
 
 
-def standard_normals(samples: int, classes: int, seed: int | torch.Generator) -> Tensor:
-    """Draws (S, c), shared by all exits, splits and grid points."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise InputError(f"`samples` must be a whole number of at least 1, but got {samples!r}")
-    return torch.randn(samples, classes, generator=as_generator(seed))
+def standard_normals(num_draws: int, classes: int, seed: int | torch.Generator) -> Tensor:
+    """Draw standard normals (S, c), which all exits, splits and grid points share."""
+    return torch.randn(check_integer("num_draws", num_draws, minimum=1), classes, generator=as_generator(seed))
 
 
 def eigendecompositions(trace: Trace, mode: Mode) -> list[CurvatureEigen]:
-    """Eigendecompositions of every exit's curvature."""
-    found = []
+    """Compute the eigendecomposition of every exit's curvature; an error names the exit."""
+    results = []
     for k, (head, curvature) in enumerate(zip(trace.heads, trace.curvature, strict=True)):
         try:
-            found.append(CurvatureEigen(curvature, mode, bias=head.bias is not None))
+            results.append(CurvatureEigen(curvature, mode, bias=head.bias is not None))
         except InputError as error:
             raise InputError(f"exit {k}: {error}") from None
-    return found
+    return results

@@ -1,7 +1,7 @@
 """One pass of the net over each split: features of val and test are kept, of train only the curvature sums."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,8 +12,8 @@ from exitwise.calibration.laplace import Curvature, CurvatureAccumulator, Curvat
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import distributed
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
-from exitwise.core.nested import first_sample
+from exitwise.core.errors import InputError, net_input_errors
+from exitwise.core.nested import describe, first_sample
 from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, preserve_training_mode
@@ -88,7 +88,8 @@ def _inference(net: MultiExitNet) -> Any:
 
 
 def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) -> list[Tensor]:
-    features = net.features(images)
+    with nullcontext() if seen else net_input_errors(describe(images)):  # shows at the first batch
+        features = net.features(images)
     for k, x in enumerate(features):
         if x.dim() != 2:
             raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")

@@ -1,6 +1,6 @@
-"""The twelve methods of the paper's ablation, and those beside them, by name.
+"""The calibration methods by name: the twelve of the paper's ablation, six with PoE and four with MC dropout.
 
-No torch here: the command names them before it starts.
+This module imports neither torch nor NumPy, because the command line needs the names to start, and starts fast.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,39 @@ from typing import Literal
 from exitwise.core.errors import InputError
 
 DEFAULT_DRAWS = 50  # Monte Carlo draws in the paper
-DEFAULT_DROPOUT_RATE = 0.5  # the rate that a name stands for when it says none
+DEFAULT_DROPOUT_RATE = 0.5  # the rate of a method whose name contains none
 
-# Model-internal ensembling is a weighted mean of the exits' probabilities; a product of experts is one of their
-# logarithms, with the same weights.
+VANILLA = "MSDNet (vanilla)"
+OURS = "MIE Laplace T_opt sigma_opt"
+
+# Model-internal ensembling (MIE) is a weighted mean of the exits' probabilities. A product of experts (PoE) is a
+# weighted mean of their logarithms, with the same weights.
 Ensemble = Literal["mie", "poe"]
-_ENSEMBLES: Mapping[Ensemble, str] = {"mie": "MIE", "poe": "PoE"}
+_ENSEMBLE_NAMES: Mapping[Ensemble, str] = {"mie": "MIE", "poe": "PoE"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the ablation: which parts of the method are switched on.
+    """A calibration method: a row of the ablation, given by its parts.
 
-    `dropout` is the rate of last-layer Monte Carlo dropout, which takes the place of Laplace.
+    Args:
+        laplace: Whether the last layer of every exit gets a Laplace posterior.
+        ensemble: "mie" for model-internal ensembling of the exits so far, "poe" for a product of experts, None for
+            exits that predict independently.
+        tune_temperature: Whether temperatures are tuned; they are 1 otherwise.
+        tune_prior: Whether prior variances are tuned; they are 2 otherwise. Needs `laplace`.
+        dropout: Rate of last-layer Monte Carlo dropout, strictly between 0 and 1, or None. It replaces Laplace, and
+            cannot be combined with "poe".
+
+    Raises:
+        InputError: An argument is invalid, or the parts cannot be combined.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.Method().name
+        'MIE Laplace T_opt sigma_opt'
+        >>> ew.Method(laplace=False, tune_prior=False, dropout=0.2).name
+        'MIE MC dropout 0.2 T_opt'
     """
 
     laplace: bool = True
@@ -38,7 +58,7 @@ class Method:
         for name in ("laplace", "tune_temperature", "tune_prior"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but got {getattr(self, name)!r}")
-        if self.ensemble not in (None, *_ENSEMBLES):
+        if self.ensemble not in (None, *_ENSEMBLE_NAMES):
             raise InputError(f"`ensemble` must be None, 'mie' or 'poe', but got {self.ensemble!r}")
         if self.tune_prior and not self.laplace:
             raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
@@ -47,12 +67,12 @@ class Method:
         if not isinstance(self.dropout, float) or not 0 < self.dropout < 1:
             raise InputError(f"`dropout` must be None or a rate between 0 and 1, but got {self.dropout!r}")
         if self.laplace or self.ensemble == "poe":
-            other = "`laplace`" if self.laplace else "`ensemble` 'poe'"
-            raise InputError(f"`dropout` does not go with {other}: choose one of them")
+            conflict = "`laplace`" if self.laplace else "`ensemble` 'poe'"
+            raise InputError(f"`dropout` cannot be combined with {conflict}: choose one of them")
 
     @property
     def name(self) -> str:
-        """The paper's name, or one made like it."""
+        """The paper's name of the method, or a name built by the same rule."""
         dropout = "MC dropout" if self.dropout == DEFAULT_DROPOUT_RATE else f"MC dropout {self.dropout}"
         parts = {
             "Laplace": self.laplace,
@@ -60,47 +80,52 @@ class Method:
             "T_opt": self.tune_temperature,
             "sigma_opt": self.tune_prior,
         }
-        first = [_ENSEMBLES[self.ensemble]] if self.ensemble else []
-        return " ".join([*first, *(name for name, on in parts.items() if on)]) or "MSDNet (vanilla)"
+        ensemble = [_ENSEMBLE_NAMES[self.ensemble]] if self.ensemble else []
+        return " ".join([*ensemble, *(part for part, enabled in parts.items() if enabled)]) or VANILLA
 
     @property
     def slug(self) -> str:
-        """The name as a file name."""
-        return _slug(self.name)
+        """The name in the form of a file name."""
+        return _make_slug(self.name)
 
     @property
     def has_variance(self) -> bool:
-        """Whether there is a variance over draws: a product of experts multiplies means, not draws."""
+        """Whether predictions have a variance over draws; a product of experts has none, it multiplies means."""
         return (self.laplace or self.dropout is not None) and self.ensemble != "poe"
 
 
-def _slug(name: str) -> str:
+def _make_slug(name: str) -> str:
     return sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
-def _all_methods(*ensembles: Ensemble | None) -> Iterator[Method]:
+def _iter_methods(*ensembles: Ensemble | None) -> Iterator[Method]:
+    """Iterate over all combinations of Laplace and tuning, without dropout, in the order of the paper's table."""
     for ensemble, laplace in product(ensembles, (False, True)):
         for tune_prior, tune_temperature in product((False, True) if laplace else (False,), (False, True)):
             yield Method(laplace, ensemble, tune_temperature, tune_prior)
 
 
-METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods(None, "mie")}
-POE_METHODS: Mapping[str, Method] = {method.name: method for method in _all_methods("poe")}  # not in the paper
-_DROPPED = (replace(method, dropout=DEFAULT_DROPOUT_RATE) for method in METHODS.values() if not method.laplace)
-DROPOUT_METHODS: Mapping[str, Method] = {method.name: method for method in _DROPPED}  # the paper has their cost alone
-VANILLA = "MSDNet (vanilla)"
-OURS = "MIE Laplace T_opt sigma_opt"
+def _by_name(methods: Iterator[Method]) -> dict[str, Method]:
+    return {method.name: method for method in methods}
+
+
+METHODS: Mapping[str, Method] = _by_name(_iter_methods(None, "mie"))
+POE_METHODS: Mapping[str, Method] = _by_name(_iter_methods("poe"))  # not in the paper
+DROPOUT_METHODS: Mapping[str, Method] = _by_name(  # the paper reports only their cost
+    replace(method, dropout=DEFAULT_DROPOUT_RATE) for method in METHODS.values() if not method.laplace
+)
 
 
 def get_method(name: str) -> Method:
-    """A method by its name or by its slug, whatever the case; a rate may follow MC dropout."""
-    known = {**METHODS, **POE_METHODS, **DROPOUT_METHODS}
-    by_slug = {method.slug: method for method in known.values()}
+    """Return a method by its name or slug, in upper or lower case; "MC dropout" may be followed by a rate."""
+    methods = {**METHODS, **POE_METHODS, **DROPOUT_METHODS}
+    by_slug = {method.slug: method for method in methods.values()}
     rate = search(r"(?i)(?<=dropout) +(\d*\.?\d+(e-\d+)?)", name)
-    slug = _slug(name.replace(rate[0], "") if rate else name)
+    slug = _make_slug(name.replace(rate[0], "") if rate else name)
     if slug not in by_slug:
-        near = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        hint = f"did you mean {by_slug[near[0]].name!r}?" if near else f"known are {', '.join(map(repr, known))}"
+        nearest = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
+        known = f"known are {', '.join(map(repr, methods))}"
+        hint = f"did you mean {by_slug[nearest[0]].name!r}?" if nearest else known
         kinds = "one of the paper's twelve, of the six with PoE or of the four with MC dropout"
         raise InputError(f"`method` must be {kinds}, but got {name!r}; {hint}")
     return replace(by_slug[slug], dropout=float(rate[1])) if rate else by_slug[slug]

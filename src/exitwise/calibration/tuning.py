@@ -1,13 +1,14 @@
-"""Temperature and prior variance of every exit, by the NLPD of the validation split.
+"""Tuning of every exit's temperature and prior variance by the NLPD on the validation split.
 
-All that a grid point is scored by is p(true label). It does not depend on other exits, so one table per exit, grid
-points by samples, serves every method: alone, or in an ensemble whose earlier exits are already chosen. Only a product
-of experts needs the other classes, too, as it is normalised over them: there nothing is remembered.
+The score of a grid point depends only on p(true label), which does not depend on the other exits. One table per exit,
+grid points by samples, therefore serves every method, whether the exit predicts independently or in an ensemble whose
+earlier exits are already tuned. A product of experts is normalized over the classes, so it needs the probabilities of
+all of them; these are not cached.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,17 +34,18 @@ from exitwise.calibration.mc_softmax import (
 )
 from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Ensemble, Method, get_method
 from exitwise.calibration.trace import HeadWeights, Trace
+from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.seeds import as_generator
 
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
 PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
-TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # where they are not tuned
+TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # for methods that do not tune them
 
-_TIE = 5e-7  # NLPDs that float32 cannot tell apart
+_TIE = 5e-7  # NLPDs closer than this are equal within float32 rounding
 
-# How far the continuous search may go: beyond, the NLPD is flat or the optimum is at infinity.
+# Limits of the continuous search: beyond them the NLPD is flat or the optimum is at infinity.
 TEMPERATURE_BOUNDS, PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
 
 SearchKind = Literal["grid", "continuous"]
@@ -53,30 +55,71 @@ def calibrate(
     trace: Trace,
     method: Method | str = OURS,
     *,
-    samples: int = DEFAULT_DRAWS,
+    num_draws: int | None = None,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: Tensor | None = None,
     temperatures: Sequence[float] = TEMPERATURES,
     prior_vars: Sequence[float] = PRIOR_VARS,
     search: SearchKind = "grid",
+    samples: int | None = None,
 ) -> Calibration:
     """Calibrate every exit on the trace's validation split.
 
-    `draws` (S, c) replaces the standard normals that `samples` and `seed` would give; with dropout as many masks are
-    drawn. The grid is `temperatures` (T,) by `prior_vars` (V,). `search="continuous"` goes on from the best grid points
-    by gradient descent and never ends above their validation NLPD.
+    Each exit gets the temperature and the prior variance with the lowest validation NLPD. With an ensemble, exits are
+    tuned from first to last by the NLPD of the ensemble of the exits so far.
+
+    Args:
+        trace: Features and labels of the validation split, last layers, curvature and costs, see `collect`.
+        method: A `Method` or its name [default: the full method, "MIE Laplace T_opt sigma_opt"].
+        num_draws: Number S of Monte Carlo draws; with dropout, number of masks [default: 50].
+        seed: Seed or generator of draws and masks.
+        mode: Form of the Laplace posterior: "paper", "exact" or "naive".
+        draws: Standard normals (S, c) to use instead of those that `num_draws` and `seed` would give. With dropout, S
+            masks are drawn.
+        temperatures: Temperatures (T,) of the grid.
+        prior_vars: Prior variances (V,) of the grid.
+        search: "grid" takes the best grid point. "continuous" continues from there by gradient descent; at no exit is
+            its validation NLPD above that of the grid.
+        samples: Former name of `num_draws`; give only one of them.
+
+    Returns:
+        The calibration: its `predict` applies it to the features of any split.
+
+    Raises:
+        InputError: An argument is invalid, or the validation NLPD is not finite at a grid point.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> calibration = ew.calibrate(trace, "MIE T_opt")
+        >>> len(calibration.temperatures)
+        4
+        >>> calibration.predict(trace.test)
+        Predictions(4 exits, 10000 samples, 100 classes)
     """
-    return Tuner(trace, samples, seed, mode, draws, temperatures, prior_vars, search).calibrate(method)
+    num_draws = resolve_num_draws(num_draws, samples)
+    return Tuner(trace, num_draws, seed, mode, draws, temperatures, prior_vars, search).calibrate(method)
 
 
 class Tuner:
-    """Calibrates by any number of methods on one trace, sharing draws, eigendecompositions and tables."""
+    """Calibrates one trace with any number of methods, which share draws, eigendecompositions and grid tables.
+
+    Args:
+        trace: The trace to calibrate.
+        num_draws: Number S of Monte Carlo draws; with dropout, number of masks.
+        seed: Seed or generator of draws and masks.
+        mode: Form of the Laplace posterior: "paper", "exact" or "naive".
+        draws: Standard normals (S, c) to use instead of those that `num_draws` and `seed` would give.
+        temperatures: Temperatures (T,) of the grid.
+        prior_vars: Prior variances (V,) of the grid.
+        search: "grid", or "continuous" to refine the best grid points by gradient descent.
+    """
 
     def __init__(
         self,
         trace: Trace,
-        samples: int = DEFAULT_DRAWS,
+        num_draws: int = DEFAULT_DRAWS,
         seed: int | torch.Generator = 0,
         mode: Mode = "paper",
         draws: Tensor | None = None,
@@ -84,120 +127,125 @@ class Tuner:
         prior_vars: Sequence[float] = PRIOR_VARS,
         search: SearchKind = "grid",
     ) -> None:
-        if search not in ("grid", "continuous"):
-            raise InputError(f"`search` must be 'grid' or 'continuous', but got {search!r}")
-        self._temperatures = _positive("temperatures", temperatures)
-        self._prior_vars = _positive("prior_vars", prior_vars)
+        check_choice("search", search, get_args(SearchKind))
+        check_choice("mode", mode, MODES)
+        self._temperatures = _check_positive("temperatures", temperatures)
+        self._prior_vars = _check_positive("prior_vars", prior_vars)
         self.trace, self._mode, self._search = trace, mode, search
         self._generator = as_generator(seed)
-        self._draws = (
-            standard_normals(samples, trace.num_classes, self._generator) if draws is None else _checked(draws, trace)
-        )
+        if draws is None:
+            self._draws = standard_normals(num_draws, trace.num_classes, self._generator)
+        else:
+            self._draws = _check_draws(draws, trace.num_classes)
         self._settings: dict[str, Any] = {"samples": len(self._draws), "search": search}
         self._settings["seed"] = seed if draws is None and isinstance(seed, int) else None
-        if mode not in MODES:
-            raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
-        self._searched: dict[tuple[int, bool, float | None], ExitObjective] = {}
+        self._objectives: dict[tuple[int, bool, float | None], ExitObjective] = {}
 
     @cached_property
-    def _spectra(self) -> list[CurvatureEigen]:
+    def _eigen(self) -> list[CurvatureEigen]:
         return eigendecompositions(self.trace, self._mode)
 
     @cached_property
     def _uniforms(self) -> list[Tensor]:
-        """(S, p) of every exit, from 0 up to 1: a feature stays where its number is not below the rate."""
+        """Uniform numbers (S, p) in [0, 1) for every exit: a mask keeps the features where they are at least the rate.
+
+        They are drawn after the standard normals, and only if a method with dropout asks for them.
+        """
         widths = [head.weight.shape[1] for head in self.trace.heads]
         return [torch.rand(len(self._draws), width, generator=self._generator) for width in widths]
 
     def calibrate(self, method: Method | str) -> Calibration:
+        """Calibrate with a `Method` or the name of one."""
         method = get_method(method) if isinstance(method, str) else method
         if not isinstance(method, Method):
             raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self.trace.costs.values if method.ensemble else None
-        searched = [self._exit(k, method) for k in range(self.trace.num_exits)]
-        chain = (_PoeSequentialTuning if method.ensemble == "poe" else _SequentialTuning)(searched, weights)
+        objectives = [self._get_objective(k, method) for k in range(self.trace.num_exits)]
+        tuning = (_PoeSequentialTuning if method.ensemble == "poe" else _SequentialTuning)(objectives, weights)
         grids = []
         for k in range(self.trace.num_exits):
-            nlpd = chain.nlpd(temperatures, prior_vars)
+            nlpd = tuning.nlpd(temperatures, prior_vars)
             if not np.isfinite(nlpd).all():
                 raise InputError(
                     f"exit {k}: the validation NLPD is not finite at some grid points: "
                     f"features, temperatures or prior variances are too extreme for float32"
                 )
-            best = np.unravel_index(np.argmax(nlpd <= nlpd.min() + _TIE), nlpd.shape)  # the first: T outer, var0 inner
-            chain.choose((temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
+            # Of several best points, argmax takes the first: temperatures outer, prior variances inner.
+            best = np.unravel_index(np.argmax(nlpd <= nlpd.min() + _TIE), nlpd.shape)
+            tuning.choose((temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
-            chain = _refine_all(chain, method)
+            tuning = _refine_all(tuning, method)
         exits = tuple(
-            CalibratedExit(head.to_float32(), *point, self._spectra[k].posterior(point[1]).to_float32(), self._draws)
+            CalibratedExit(head.to_float32(), *point, self._eigen[k].posterior(point[1]).to_float32(), self._draws)
             if method.laplace
-            else CalibratedExit(head.to_float32(), *point, dropout=self._dropout(k, method))
-            for k, (head, point) in enumerate(zip(self.trace.heads, chain.points, strict=True))
+            else CalibratedExit(head.to_float32(), *point, dropout=self._make_masks(k, method))
+            for k, (head, point) in enumerate(zip(self.trace.heads, tuning.points, strict=True))
         )
-        return Calibration(method, self._mode, exits, weights, tuple(chain.values), tuple(grids), self._settings)
+        return Calibration(method, self._mode, exits, weights, tuple(tuning.values), tuple(grids), self._settings)
 
-    def _exit(self, k: int, method: Method) -> "ExitObjective":
+    def _get_objective(self, k: int, method: Method) -> "ExitObjective":
+        """Return the objective of exit k from the cache, or create it; methods differ only in Laplace and dropout."""
         key = (k, method.laplace, method.dropout)
-        if key not in self._searched:
+        if key not in self._objectives:
             val = self.trace.val
-            spectrum, dropout = self._spectra[k] if method.laplace else None, self._dropout(k, method)
-            self._searched[key] = ExitObjective(
-                self.trace.heads[k], val.features[k], val.labels, spectrum, self._draws, dropout
+            eigen, dropout = self._eigen[k] if method.laplace else None, self._make_masks(k, method)
+            self._objectives[key] = ExitObjective(
+                self.trace.heads[k], val.features[k], val.labels, eigen, self._draws, dropout
             )
-        return self._searched[key]
+        return self._objectives[key]
 
-    def _dropout(self, k: int, method: Method) -> DropoutMasks | None:
+    def _make_masks(self, k: int, method: Method) -> DropoutMasks | None:
         return None if method.dropout is None else DropoutMasks(method.dropout, self._uniforms[k] >= method.dropout)
 
 
 class ExitObjective:
-    """What one exit says of the validation samples under any temperature and prior variance."""
+    """Validation log-likelihood of one exit as a function of temperature and prior variance."""
 
     def __init__(
         self,
         head: HeadWeights,
         features: Tensor,
         labels: Tensor,
-        spectrum: CurvatureEigen | None,
+        eigen: CurvatureEigen | None,
         draws: Tensor,
         dropout: DropoutMasks | None,
     ) -> None:
         self._head, self._features, self._dropout = head, features, dropout
         features = features.float()
         self._logits = head.logits(features)
-        self.labels, self._spectrum, self._draws = labels, spectrum, draws
-        self._squares = spectrum.posterior(PRIOR_VAR).squared_projections(features) if spectrum else None
-        self._known: dict[tuple[float, float], Tensor] = {}
+        self.labels, self._eigen, self._draws = labels, eigen, draws
+        self._squares = eigen.posterior(PRIOR_VAR).squared_projections(features) if eigen else None
+        self._log_true: dict[tuple[float, float], Tensor] = {}  # (n,) by grid point
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def log_true(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Tensor:
-        """log p(true label) (T, V, n), remembered point by point."""
-        missing = [(t, v) for t in temperatures for v in prior_vars if (t, v) not in self._known]
+        """Return log p(true label) (T, V, n); every grid point is cached."""
+        missing = [(t, v) for t in temperatures for v in prior_vars if (t, v) not in self._log_true]
         if missing:
             rows, columns = sorted({t for t, _ in missing}), sorted({v for _, v in missing})
             with torch.no_grad():
                 table = self.compute_log_true(torch.tensor(rows), torch.tensor(columns, dtype=torch.float64))
-            self._known |= {(t, v): table[i, j] for i, t in enumerate(rows) for j, v in enumerate(columns)}
-        return torch.stack([torch.stack([self._known[t, v] for v in prior_vars]) for t in temperatures])
+            self._log_true |= {(t, v): table[i, j] for i, t in enumerate(rows) for j, v in enumerate(columns)}
+        return torch.stack([torch.stack([self._log_true[t, v] for v in prior_vars]) for t in temperatures])
 
     def compute_log_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
-        """The same for a part of the samples, differentiable in both."""
+        """Compute log p(true label) (T, V, m) of the samples in `part`, differentiable in both arguments."""
         logits, labels = self._logits[part], self.labels[part]
         if self._dropout is not None:
             sampled = self._dropout.sample_logits(self._head, self._features[part])
-            return _true_of_sampled(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
-        if self._spectrum is None or self._squares is None:
+            return _log_true_of_chunks(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
+        if self._eigen is None or self._squares is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)
             rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
             return torch.stack(rows)[:, None].expand(-1, len(prior_vars), -1)
         squares = self._squares[part]
-        posteriors = [self._spectrum.posterior(var0) for var0 in prior_vars]
-        if self._spectrum.mode != "exact":  # naive is a scalar times one matrix too, whatever its sampler does
+        posteriors = [self._eigen.posterior(var0) for var0 in prior_vars]
+        if self._eigen.mode != "exact":  # the covariance of naive is a scalar times one matrix, too
             scales = torch.stack([posterior.scale_from_squares(squares) for posterior in posteriors])
             shifts = torch.stack([self._shifts(posterior) for posterior in posteriors])
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
@@ -210,20 +258,23 @@ class ExitObjective:
                 )
                 for chunk in chunk_slices(len(logits), self._draws.numel())
             )
-            columns.append(_true_of_sampled(sampled, labels, temperatures))
+            columns.append(_log_true_of_chunks(sampled, labels, temperatures))
         return torch.stack(columns, dim=1)
 
     def log_probs(
         self, temperatures: Sequence[float] | Tensor, prior_var: float | Tensor, part: slice = slice(None)
     ) -> Iterator[Tensor]:
-        """(n, c) of a part of the samples at each temperature, as `CalibratedExit` has them; differentiable in both."""
+        """Yield log-probabilities (m, c) of the samples in `part` at each temperature.
+
+        They are those of `CalibratedExit`, and differentiable in temperature and prior variance.
+        """
         logits = self._logits[part]
-        if self._spectrum is None or self._squares is None:
+        if self._eigen is None or self._squares is None:
             yield from ((logits / t).log_softmax(dim=1) for t in temperatures)
             return
-        posterior = self._spectrum.posterior(prior_var)
+        posterior = self._eigen.posterior(prior_var)
         scale = posterior.scale_from_squares(self._squares[part])
-        if self._spectrum.mode != "exact":
+        if self._eigen.mode != "exact":
             root, shifts = scale.sqrt(), self._shifts(posterior)
             yield from (interpolated_log_mean_softmax(logits, root, shifts, t) for t in temperatures)
             return
@@ -231,28 +282,28 @@ class ExitObjective:
         yield from (log_mean_softmax(sampled, t) for t in temperatures)
 
     def _shifts(self, posterior: Posterior) -> Tensor:
-        """(S, c): L g of every draw."""
+        """Shifts L g (S, c) of all draws g."""
         shifts: Tensor = self._draws @ posterior.root.to(self._draws.dtype).T
         return shifts
 
     def sample_chunks(self) -> list[slice]:
-        """Parts of the samples that fit in memory with all their draws, or their gradient.
+        """Split the samples into parts that fit in memory with all their draws, or with their gradient.
 
-        One, but for `exact` and for dropout, where every logit is drawn.
+        There is only one part, except with `exact` and with dropout, where every logit is sampled.
         """
         n = len(self._logits)
-        exact = self._spectrum is not None and self._spectrum.mode == "exact"
+        exact = self._eigen is not None and self._eigen.mode == "exact"
         return list(chunk_slices(n, self._draws.numel())) if exact or self._dropout is not None else [slice(0, n)]
 
 
-def _true_of_sampled(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, temperatures: Tensor) -> Tensor:
-    """log p(true label) (T, n) from sampled logits (m, S, c), chunk by chunk."""
+def _log_true_of_chunks(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, temperatures: Tensor) -> Tensor:
+    """Compute log p(true label) (T, n) from chunks of sampled logits (m, S, c)."""
     rows = [torch.stack([log_true_softmax(z, labels[part], t) for t in temperatures]) for part, z in sampled]
     return torch.cat(rows, dim=1)
 
 
 class _SequentialTuning:
-    """Points (T, var0) chosen exit by exit, with the NLPD that counts: an exit's own, or its ensemble's."""
+    """Points (T, var0) chosen exit by exit, and the NLPD at each: that of the exit, or of the ensemble up to it."""
 
     kind: ClassVar[Ensemble] = "mie"
 
@@ -260,47 +311,49 @@ class _SequentialTuning:
         self._exits, self._weights = exits, weights
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
-        self._said: Tensor | None = None  # log p(true label) (n,) of the ensemble of the exits chosen so far
+        # Of the ensemble of the exits chosen so far: log p(true label) (n,), or of all classes (n, c) with PoE.
+        self._ensemble_log_probs: Tensor | None = None
 
     @property
     def exit(self) -> ExitObjective:
-        """The next one, whose point is open."""
+        """The next exit, whose point is not chosen yet."""
         return self._exits[len(self.points)]
 
     def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
-        """(T, V) of the next exit, mean over samples, in float64."""
-        nlpd: Array = -self._with(self.exit.log_true(temperatures, prior_vars)).double().mean(dim=2).numpy()
+        """Return the NLPD (T, V) with the next exit at each grid point: the mean over samples, in float64."""
+        log_true = self._add_exit(self.exit.log_true(temperatures, prior_vars))
+        nlpd: Array = -log_true.double().mean(dim=2).numpy()
         return nlpd
 
     def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
-        """log p(true label) (m,) with the next exit at a point, differentiable."""
-        return self._with(self.exit.compute_log_true(temperature[None], prior_var[None], part)[0, 0], part)
+        """Compute log p(true label) (m,) with the next exit at one point, differentiable."""
+        return self._add_exit(self.exit.compute_log_true(temperature[None], prior_var[None], part)[0, 0], part)
 
     def choose(self, point: tuple[float, float], value: float) -> None:
-        """Settle the next exit."""
-        self._said = self._with(self._own(*point))
+        """Fix the next exit's point and its NLPD."""
+        self._ensemble_log_probs = self._add_exit(self._exit_log_probs(*point))
         self.points.append(point)
         self.values.append(value)
 
     def prefix(self, k: int) -> "_SequentialTuning":
-        """Another one with the first k exits settled in the same way."""
+        """Return a copy in which only the first k exits are chosen."""
         copy = type(self)(self._exits, self._weights)
         for point, value in zip(self.points[:k], self.values[:k], strict=True):
             copy.choose(point, value)
         return copy
 
-    def _own(self, temperature: float, prior_var: float) -> Tensor:
-        """What the next exit says alone, as far as the chain has to know it."""
+    def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
+        """Return log p of the next exit without the ensemble: true label only (n,), or all classes (n, c) with PoE."""
         return self.exit.log_true((temperature,), (prior_var,))[0, 0]
 
-    def _with(self, own: Tensor, part: slice = slice(None)) -> Tensor:
-        """What the next exit says joined to what the chain says before."""
-        said = None if self._said is None else self._said[part]
-        return ensemble_step(self.kind, len(self.points), own, said, self._weights)
+    def _add_exit(self, log_probs: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return log p of the ensemble with the next exit, from that exit's log p for the samples in `part`."""
+        earlier = None if self._ensemble_log_probs is None else self._ensemble_log_probs[part]
+        return ensemble_step(self.kind, len(self.points), log_probs, earlier, self._weights)
 
 
 class _PoeSequentialTuning(_SequentialTuning):
-    """The same for a product of experts, which is known by all its classes: (n, c) instead of (n,)."""
+    """Sequential tuning of a product of experts, which needs all classes (n, c) for its normalization."""
 
     kind = "poe"
 
@@ -309,88 +362,98 @@ class _PoeSequentialTuning(_SequentialTuning):
         with torch.no_grad():
             for part in self.exit.sample_chunks():
                 for j, prior_var in enumerate(prior_vars):
-                    for i, own in enumerate(self.exit.log_probs(temperatures, prior_var, part)):
-                        total[i, j] -= float(self._true(own, part).double().sum())
+                    for i, log_probs in enumerate(self.exit.log_probs(temperatures, prior_var, part)):
+                        total[i, j] -= float(self._ensemble_log_true(log_probs, part).double().sum())
         return total / len(self.exit)
 
     def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
-        return self._true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
+        return self._ensemble_log_true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
 
-    def _own(self, temperature: float, prior_var: float) -> Tensor:
+    def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
         with torch.no_grad():
             parts = [next(self.exit.log_probs((temperature,), prior_var, part)) for part in self.exit.sample_chunks()]
         return torch.cat(parts)
 
-    def _true(self, own: Tensor, part: slice) -> Tensor:
-        """log p(true label) (m,) of the ensemble with the next exit's own log-probabilities (m, c)."""
-        return self._with(own, part).gather(1, self.exit.labels[part, None]).squeeze(1)
+    def _ensemble_log_true(self, log_probs: Tensor, part: slice) -> Tensor:
+        """Return log p(true label) (m,) of the ensemble, from the next exit's log-probabilities (m, c)."""
+        return self._add_exit(log_probs, part).gather(1, self.exit.labels[part, None]).squeeze(1)
 
 
 def _refine_all(grid: _SequentialTuning, method: Method) -> _SequentialTuning:
-    """The grid's chain improved by gradient descent, above the grid's NLPD at no exit.
+    """Refine the grid's points by gradient descent, so that no exit's NLPD is above the grid's.
 
-    An exit that is better alone can make the ensemble behind it worse. Where that happens the exits before go back to
-    their grid points.
+    A refined exit can make the ensembles after it worse. Where that happens, the earlier exits return to their grid
+    points.
     """
-    chain = grid.prefix(0)
+    tuning = grid.prefix(0)
     for k, start in enumerate(grid.points):
-        point, value = _refine_exit(chain, method, start)
+        point, value = _refine_exit(tuning, method, start)
         if value > grid.values[k]:
-            chain = grid.prefix(k)
-            point, value = _refine_exit(chain, method, start)
-        chain.choose(point, value)
-    return chain
+            tuning = grid.prefix(k)
+            point, value = _refine_exit(tuning, method, start)
+        tuning.choose(point, value)
+    return tuning
 
 
 def _refine_exit(
-    chain: _SequentialTuning, method: Method, start: tuple[float, float]
+    tuning: _SequentialTuning, method: Method, start: tuple[float, float]
 ) -> tuple[tuple[float, float], float]:
-    """The best point that L-BFGS finds for the next exit from `start`, and its NLPD; `start` if none is better."""
+    """Run L-BFGS for the next exit from `start`; return the better of its result and `start`, and the NLPD there."""
     bounds = torch.tensor([TEMPERATURE_BOUNDS, PRIOR_BOUNDS], dtype=torch.float64).log()
     low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
     free = torch.tensor([method.tune_temperature, method.tune_prior])
     fixed = torch.tensor(start, dtype=torch.float64).log()
-    raw = (
-        ((fixed - low) / width).clamp(0.01, 0.99).logit().requires_grad_()
-    )  # a sigmoid keeps log T, log var0 in bounds
-    optimiser = torch.optim.LBFGS([raw], max_iter=25, max_eval=40, line_search_fn="strong_wolfe", tolerance_change=1e-7)
+    # A sigmoid keeps log T and log var0 within their bounds.
+    raw = ((fixed - low) / width).clamp(0.01, 0.99).logit().requires_grad_()
+    optimizer = torch.optim.LBFGS([raw], max_iter=25, max_eval=40, line_search_fn="strong_wolfe", tolerance_change=1e-7)
 
     def point() -> Tensor:
         return torch.where(free, low + width * raw.sigmoid(), fixed).exp()
 
     def closure() -> float:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total = 0.0
-        for part in chain.exit.sample_chunks():
+        for part in tuning.exit.sample_chunks():
             temperature, prior_var = point()
-            loss = -chain.log_true(temperature.float(), prior_var, part).double().sum() / len(chain.exit)
+            loss = -tuning.log_true(temperature.float(), prior_var, part).double().sum() / len(tuning.exit)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
-    optimiser.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     temperature, prior_var = (float(x) for x in point().detach())
-    found = ((temperature, prior_var), chain.nlpd((temperature,), (prior_var,)).item())
-    return min(found, (start, chain.nlpd((start[0],), (start[1],)).item()), key=lambda pair: pair[1])
+    refined = ((temperature, prior_var), tuning.nlpd((temperature,), (prior_var,)).item())
+    return min(refined, (start, tuning.nlpd((start[0],), (start[1],)).item()), key=lambda pair: pair[1])
 
 
-def _positive(name: str, values: Sequence[float]) -> tuple[float, ...]:
+def resolve_num_draws(num_draws: int | None, samples: int | None) -> int:
+    """Return the number of Monte Carlo draws from `num_draws` or its former name `samples`; 50 if both are None."""
+    if num_draws is not None and samples is not None:
+        raise InputError(
+            f"`num_draws` and its former name `samples` must not both be given, but got {num_draws!r} and {samples!r}"
+        )
+    name, value = ("samples", samples) if num_draws is None else ("num_draws", num_draws)
+    return DEFAULT_DRAWS if value is None else check_integer(name, value, minimum=1)
+
+
+def _check_positive(name: str, values: Sequence[float]) -> tuple[float, ...]:
     try:
-        found = tuple(float(value) for value in values)
+        numbers = tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        found = ()
-    if not found or not all(0 < value < float("inf") for value in found):
+        numbers = ()
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
         raise InputError(f"`{name}` must be positive, finite numbers, at least one, but got {values!r}")
-    return found
+    return numbers
 
 
-def _checked(draws: Tensor, trace: Trace) -> Tensor:
+def _check_draws(draws: Tensor, num_classes: int) -> Tensor:
     if not isinstance(draws, Tensor):
         raise InputError(f"`draws` must be a tensor, but got {type(draws).__name__}")
-    if draws.dim() != 2 or draws.shape[1] != trace.num_classes or not len(draws) or not draws.is_floating_point():
+    if draws.dim() != 2 or draws.shape[1] != num_classes or not len(draws) or not draws.is_floating_point():
         raise InputError(
-            f"`draws` must be floating-point (samples, {trace.num_classes}), but got {draws.dtype} {tuple(draws.shape)}"
+            f"`draws` must be floating-point numbers of shape (num_draws, {num_classes}), "
+            f"but got {draws.dtype} of shape {tuple(draws.shape)}"
         )
     if not bool(torch.isfinite(draws).all()):
-        raise InputError("`draws` must be finite")
+        raise InputError("`draws` must be finite, but got NaN or infinity")
     return draws.float()

@@ -10,9 +10,9 @@ import torch
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.laplace import Mode
-from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA
+from exitwise.calibration.methods import METHODS, OURS, VANILLA
 from exitwise.calibration.trace import Trace
-from exitwise.calibration.tuning import SearchKind, Tuner
+from exitwise.calibration.tuning import SearchKind, Tuner, resolve_num_draws
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
 from exitwise.core.results import Result
@@ -112,18 +112,19 @@ def ablation(
     budget_range: tuple[float, float] | None = None,
     *,
     methods: Iterable[str] = METHODS,
-    samples: int = DEFAULT_DRAWS,
+    num_draws: int | None = None,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: torch.Tensor | None = None,
     search: SearchKind = "grid",
+    samples: int | None = None,
 ) -> Table:
     """The ablation by the paper's protocol: tuned and swept on val, the mean of the test curve over the budget range.
 
-    The range defaults to the one in the trace, which is the paper's for its presets. `samples`, `seed`, `mode`, `draws`
-    (S, c) and `search` are those of `calibrate`.
+    The range defaults to the one in the trace, which is the paper's for its presets. `num_draws`, `seed`, `mode`,
+    `draws` (S, c) and `search` are those of `calibrate`; `samples` is the former name of `num_draws`.
     """
-    tuner = Tuner(trace, samples, seed, mode, draws, search=search)
+    tuner = Tuner(trace, resolve_num_draws(num_draws, samples), seed, mode, draws, search=search)
     return make_paper_tables(trace, tuner, budget_range, list(methods)).ablation
 
 
@@ -131,16 +132,17 @@ def decision_experiment(
     trace: Trace,
     budget_range: tuple[float, float] | None = None,
     *,
-    samples: int = DEFAULT_DRAWS,
+    num_draws: int | None = None,
     seed: int | torch.Generator = 0,
     mode: Mode = "paper",
     draws: torch.Tensor | None = None,
+    samples: int | None = None,
 ) -> Table:
     """Vanilla, vanilla's predictions at the exits that our model chooses, and our model.
 
     Arguments as for `ablation`, `draws` (S, c) among them.
     """
-    tuner = Tuner(trace, samples, seed, mode, draws)
+    tuner = Tuner(trace, resolve_num_draws(num_draws, samples), seed, mode, draws)
     return make_paper_tables(trace, tuner, budget_range, [VANILLA, OURS]).decisions
 
 
