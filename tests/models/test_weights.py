@@ -116,7 +116,7 @@ def test_a_net_of_ones_own_is_saved_and_loaded(stage: nn.Module, tmp_path: Path)
     ew.save_checkpoint(net, tmp_path / "net.safetensors")
     ew.load_checkpoint(fill(net, seed=9), tmp_path / "net.safetensors")
     assert same_bits(snapshot(net), saved)
-    with pytest.raises(ew.InputError, match=r"does not say which preset .* use load_checkpoint"):
+    with pytest.raises(ew.InputError, match=r"does not name the preset .* use load_checkpoint"):
         ew.load_net(tmp_path / "net.safetensors")
 
 
@@ -129,8 +129,8 @@ NO_MODEL = {"format": "exitwise.net", "version": "1"}
         ({}, "must be of format 'exitwise.net'"),
         ({"format": "exitwise.trace", "version": "1"}, "'exitwise.trace'"),
         ({"format": "exitwise.net", "version": "2"}, "version '2'"),
-        (NO_MODEL, "does not say which preset"),
-        (NO_MODEL | {"model": "[]"}, "does not say which preset"),
+        (NO_MODEL, "does not name the preset"),
+        (NO_MODEL | {"model": "[]"}, "does not name the preset"),
         (NO_MODEL | {"model": '{"preset": '}, "not valid JSON"),
         (NO_MODEL | {"model": '{"preset": "tiny-9"}'}, "did you mean"),
         (NO_MODEL | {"model": '{"preset": "tiny-8", "path": "x.py"}'}, "at most `num_classes`"),

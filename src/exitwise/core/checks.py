@@ -1,7 +1,7 @@
 """Checks of arguments: numbers, choices and names.
 
-Each function returns the value if it is valid and raises `InputError` otherwise. The message names the argument, says
-what was expected, and shows what came.
+Each function returns the value if it is valid and raises `InputError` otherwise. The message names the argument, the
+expectation and the value.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -62,14 +62,14 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def get_named(name: str, value: Any, known: Mapping[str, T], kind: str, known_hint: str | None = None) -> T:
-    """Return `known[value]`; for any other value the error suggests the nearest name.
+    """Return `known[value]`; for an unknown name the error suggests the nearest one.
 
     Args:
         name: The argument that is checked.
-        value: What the user gave.
-        known: What can be chosen, by name.
-        kind: What `value` must be the name of, such as "a recipe".
-        known_hint: What to say if no name is near; the list of all names by default.
+        value: The value of the argument.
+        known: The choices by name.
+        kind: Noun for a choice with its article, such as "a recipe".
+        known_hint: End of the message if no name is near; by default the list of all names.
     """
     if not isinstance(value, str) or value not in known:
         hint = suggest(value, known, known_hint)
@@ -78,7 +78,7 @@ def get_named(name: str, value: Any, known: Mapping[str, T], kind: str, known_hi
 
 
 def suggest(value: Any, known: Iterable[str], known_hint: str | None = None) -> str:
-    """Return "did you mean ...?" with the nearest of the `known` names, or else `known_hint` or the list of them."""
+    """Return "did you mean ...?" with the nearest `known` name; if none is near, `known_hint` or the list of names."""
     names = list(known)
     nearest = get_close_matches(str(value), names, n=1, cutoff=0.4)
     if nearest:
@@ -93,7 +93,7 @@ def _is_within(value: float, minimum: float | None, maximum: float | None) -> bo
 def _describe_range(minimum: float | None, maximum: float | None) -> str:
     """Return the range as the end of a phrase: " of at least 1", " from 0 to 10" or nothing."""
     if minimum is not None and maximum is not None:
-        return f" from {minimum:g} to {maximum:g}"
+        return f" from {minimum:.15g} to {maximum:.15g}"
     if minimum is not None:
-        return f" of at least {minimum:g}"
-    return "" if maximum is None else f" of at most {maximum:g}"
+        return f" of at least {minimum:.15g}"
+    return "" if maximum is None else f" of at most {maximum:.15g}"

@@ -1,17 +1,41 @@
-"""The kinds of errors that a user's input can cause."""
+"""Errors that a user's input can cause."""
 
-# What a net raises when it gets what it cannot take.
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Exceptions that a forward pass may raise on an unsupported input.
 NET_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class InputError(ValueError):
-    """An argument, a file or a setting is wrong; the message is one line that says what, and what was expected."""
+    """Invalid argument, file or setting. The message is one line with the problem and the expectation."""
 
 
 class AllRanksError(InputError):
-    """One that every process of several has found: one of them says it."""
+    """Input error raised on every rank; only rank 0 prints it."""
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, in a line; its kind, where it says nothing."""
+    """Return the first line of another library's error message, or the error's type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def net_input_errors(
+    description: str, net: str = "the net", errors: tuple[type[Exception], ...] = NET_ERRORS
+) -> Iterator[None]:
+    """Turn errors of a forward pass into one `InputError`: "the net cannot take inputs of ...: reason".
+
+    An `InputError` is raised unchanged.
+
+    Args:
+        description: Types and shapes of the inputs, such as "float32 (3, 32, 32)".
+        net: What runs on the inputs, for the message.
+        errors: Exceptions that mean that the inputs do not fit.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        raise InputError(f"{net} cannot take inputs of {description}: {first_line(error)}") from None

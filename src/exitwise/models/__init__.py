@@ -1,4 +1,4 @@
-"""Networks by name, and exits on any other: MultiExitNet, its presets, weights and costs."""
+"""Multi-exit networks: presets by name, weights, costs, and exits attached to any other module."""
 
 from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
@@ -13,6 +13,7 @@ from exitwise.models.registry import (
     build,
     config,
     family,
+    list_presets,
     rebuild,
 )
 from exitwise.models.registry import list as list
@@ -33,6 +34,7 @@ __all__ = [
     "densenet",
     "family",
     "list",
+    "list_presets",
     "msdnet",
     "rebuild",
     "resnet",

@@ -1,6 +1,6 @@
-"""Densely connected networks (DenseNet), baselines of the paper: one exit, so nothing to decide.
+"""Densely connected networks (DenseNet), baselines of the paper with one exit.
 
-Modules have torchvision's names, save for the exit's own; imagenet-densenet121 is torchvision's.
+Modules have torchvision's names, except for the head; imagenet-densenet121 is torchvision's.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from exitwise.models.presets import build_preset
 
 @dataclass(frozen=True)
 class DenseNetConfig:
-    """Everything that defines a DenseNet; between blocks a transition halves width and size."""
+    """Configuration of a DenseNet; a transition between blocks halves width and size."""
 
     blocks: tuple[int, ...]  # dense layers in each block
     growth: int  # channels that a layer adds; its 1x1 convolution is four times as wide
@@ -23,7 +23,7 @@ class DenseNetConfig:
     image_size: int
     num_classes: int
     in_channels: int = 3
-    imagenet_stem: bool = False  # 7x7 stride 2, BatchNorm, ReLU and max-pooling instead of 3x3 alone
+    imagenet_stem: bool = False  # 7x7 stride 2, BatchNorm, ReLU and max-pooling instead of only 3x3
 
     @property
     def exits(self) -> int:
@@ -59,7 +59,7 @@ PRESETS: dict[str, DenseNetConfig] = {
 
 
 def build(config: DenseNetConfig) -> MultiExitNet:
-    """The network of a configuration: convolutions start normal by their fan in, the last layer's bias as 0."""
+    """Build the network: convolutions are initialized normally by fan in, the last layer's bias with 0."""
     width = config.channels
     trunk: OrderedDict[str, nn.Module] = OrderedDict()
     if config.imagenet_stem:
@@ -75,7 +75,7 @@ def build(config: DenseNetConfig) -> MultiExitNet:
             width += config.growth
         trunk[f"denseblock{block}"] = nn.Sequential(layers)
         if block < len(config.blocks):
-            trunk[f"transition{block}"] = _transition(width)
+            trunk[f"transition{block}"] = _build_transition(width)
             width //= 2
     net = MultiExitNet([nn.Sequential(trunk)], [Head(Neck(width), nn.Linear(width, config.num_classes))])
     for module in net.modules():
@@ -87,16 +87,32 @@ def build(config: DenseNetConfig) -> MultiExitNet:
 
 
 def densenet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
-    """An untrained DenseNet with one exit by its preset's name, such as "imagenet-densenet121".
+    """Build an untrained DenseNet from the name of its preset.
 
-    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
     `macs` counts the paper's FLOPs, which leave out the ReLU and the pooling before the last layer: see `Neck`.
+
+    Args:
+        preset: Name of a preset, such as "imagenet-densenet121".
+        num_classes: Number of classes, if it differs from the preset's.
+        in_channels: Number of image channels, if it differs from the preset's.
+
+    Returns:
+        A net with one exit for images (n, in_channels, size, size), in training mode.
+
+    Raises:
+        InputError: There is no such preset, or an override is out of range.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.models.densenet("cifar100-densenet10")
+        >>> len(net.exits), net.num_classes
+        (1, 100)
     """
     return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
 
 class DenseLayer(nn.Sequential):
-    """BatchNorm, ReLU, 1x1, BatchNorm, ReLU, 3x3: new channels, put behind the old."""
+    """BatchNorm, ReLU, 1x1, BatchNorm, ReLU, 3x3: new channels, appended to the input's."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         steps: OrderedDict[str, nn.Module] = OrderedDict(
@@ -113,7 +129,7 @@ class DenseLayer(nn.Sequential):
         return torch.cat([x, super().forward(x)], dim=1)  # type: ignore[no-untyped-call]
 
 
-def _transition(width: int) -> nn.Sequential:
+def _build_transition(width: int) -> nn.Sequential:
     steps: OrderedDict[str, nn.Module] = OrderedDict(
         norm=nn.BatchNorm2d(width),
         relu=nn.ReLU(inplace=True),
@@ -126,8 +142,8 @@ def _transition(width: int) -> nn.Sequential:
 class Neck(nn.Module):
     """BatchNorm, ReLU and global average pooling.
 
-    ReLU and pooling are calls, not modules, as in torchvision, and `macs` sees modules only. So, it seems, did the
-    paper's counter: its FLOPs come out exactly. What is left out is two MACs for every element of the last map,
+    ReLU and pooling are calls, not modules, as in torchvision, and `macs` counts only modules. The paper's counter
+    apparently did the same: its FLOPs are reproduced exactly. The count omits two MACs per element of the last map,
     under 0.04 % of each preset's cost.
     """
 

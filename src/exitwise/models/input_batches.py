@@ -11,33 +11,36 @@ from exitwise.core.errors import InputError
 from exitwise.core.nested import iter_tensors, map_tensors, num_samples
 from exitwise.models.net import MultiExitNet
 
-# (images, labels), or (images, labels, positions in the data set)
+# (images, labels), or (images, labels, positions in the dataset)
 Batch = Sequence[Tensor]
 
-# Called with the split's name, the samples done, and how many there are, where that is known.
+# Called with the name of the split, the number of samples done, and their total number or None if it is unknown.
 Progress = Callable[[str, int, int | None], None]
 
 
 def validated_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
-    """(inputs, labels, index or None) of every batch, inputs on the net's device."""
+    """Yield (inputs, labels, index or None) of every batch of this rank's shard, inputs on the net's device.
+
+    `name` is the argument that `loader` was given as, for messages; `progress` is called after every batch.
+    """
     device = next(net.parameters()).device
-    total = _total(loader)
+    total = _dataset_size(loader)
     done = 0
     for batch in distributed.shard_batches(loader):
         if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
             raise InputError(
                 f"`{name}` must give (images, labels) or (images, labels, index), but gave {type(batch).__name__}"
             )
-        several = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in iter_tensors(batch[0]))
-        inputs = batch[0] if several else torch.as_tensor(batch[0])
+        is_nested = isinstance(batch[0], Mapping | list | tuple) and any(True for _ in iter_tensors(batch[0]))
+        inputs = batch[0] if is_nested else torch.as_tensor(batch[0])
         labels = torch.as_tensor(batch[1]).cpu()
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise InputError(f"`{name}` must give whole numbers as labels, but gave {labels.dtype}")
         labels = labels.long()
-        images = num_samples(inputs, f"what `{name}` gives")
-        if labels.dim() != 1 or images != len(labels):
+        num_inputs = num_samples(inputs, f"a batch of `{name}`")
+        if labels.dim() != 1 or num_inputs != len(labels):
             raise InputError(
-                f"`{name}` must give one label per image, but gave {images} and labels {tuple(labels.shape)}"
+                f"`{name}` must give one label per image, but gave {num_inputs} and labels {tuple(labels.shape)}"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
             raise InputError(
@@ -53,6 +56,6 @@ def validated_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, pro
         raise InputError(f"`{name}` gave no samples")
 
 
-def _total(loader: Iterable[Batch]) -> int | None:
+def _dataset_size(loader: Iterable[Batch]) -> int | None:
     dataset = getattr(loader, "dataset", None)
     return len(dataset) if isinstance(dataset, Sized) else None

@@ -1,7 +1,7 @@
 """Multi-scale dense networks (MSDNet), the backbones of the paper.
 
 The state between layers is a list of feature maps, one per scale, finest first; a layer adds channels to each.
-Scales are dropped on the way, finest first, and the heads read the coarsest one.
+Deeper layers drop scales, finest first, and the heads read the coarsest one.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from exitwise.models.presets import build_preset
 
 @dataclass(frozen=True)
 class MSDNetConfig:
-    """Everything that defines an MSDNet; a base width of w means w * factors[s] channels at scale s."""
+    """Configuration of an MSDNet; a base width of w means w * factors[s] channels at scale s."""
 
     blocks: tuple[int, ...]  # layers in each block; an exit after each
     scales: int
@@ -28,8 +28,8 @@ class MSDNetConfig:
     num_classes: int
     in_channels: int = 3
     imagenet_stem: bool = False  # 7x7 stride 2 and max-pooling instead of 3x3
-    head_width: int | None = 128  # None: as wide as the map that the head reads
-    global_pool: bool = False  # pool whatever is left instead of 2x2, for pictures smaller than 32x32
+    head_width: int | None = 128  # None: the width of the map that the head reads
+    global_pool: bool = False  # pool the whole map instead of 2x2, for images smaller than 32x32
 
     @property
     def exits(self) -> int:
@@ -40,7 +40,7 @@ class MSDNetConfig:
         return (self.in_channels, self.image_size, self.image_size)
 
     def live_scales(self, layer: int) -> int:
-        """Scales that layer number `layer` (from 1) puts out: one fewer after every interval."""
+        """Return the number of scales in the output of layer `layer` (from 1): one fewer after every interval."""
         interval = ceil(sum(self.blocks) / self.scales)
         return self.scales - (layer - 1) // interval
 
@@ -96,24 +96,24 @@ PRESETS: dict[str, MSDNetConfig] = {
     "caltech256-small": _imagenet(4, 257),
     "caltech256-medium": _imagenet(6, 257),
     "caltech256-large": _imagenet(7, 257),
-    "tiny-8": _tiny(8, 1, 2),  # 3 exits each; any picture from 8x8 up will do
+    "tiny-8": _tiny(8, 1, 2),  # tiny nets have 3 exits and take images of any size from 8x8
     "tiny-16": _tiny(16, 1, 3),
     "tiny-32": _tiny(32, 3, 3),
 }
 
 
 def build(config: MSDNetConfig) -> MultiExitNet:
-    """The network of a configuration, with PyTorch's default initialisation."""
+    """Build the network, with PyTorch's default initialization."""
     widths = [config.channels * factor for factor in config.factors]
     stages: list[nn.Module] = []
     heads: list[Head] = []
     layer = 0
-    for number, depth in enumerate(config.blocks):
-        modules: list[nn.Module] = [Stem(config)] if number == 0 else []
+    for block, depth in enumerate(config.blocks):
+        modules: list[nn.Module] = [Stem(config)] if block == 0 else []
         for _ in range(depth):
             layer += 1
             dropped = config.live_scales(max(layer - 1, 1)) - config.live_scales(layer)
-            first = config.scales - config.live_scales(layer)  # index of the finest scale that stays
+            first = config.scales - config.live_scales(layer)  # index of the finest remaining scale
             modules.append(MultiScaleLayer(widths, config, first, dropped))
             widths = widths[dropped:]
             for scale, factor in enumerate(config.factors[first:]):
@@ -124,31 +124,46 @@ def build(config: MSDNetConfig) -> MultiExitNet:
                 modules.append(Transition(widths, narrow))
                 widths = narrow
         stages.append(nn.Sequential(*modules))
-        heads.append(_head(widths[-1], config))
+        heads.append(_build_head(widths[-1], config))
     return MultiExitNet(stages, heads)
 
 
 def msdnet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
-    """An untrained MSDNet by its preset's name; `exitwise models` lists the names.
+    """Build an untrained MSDNet from the name of its preset.
 
-    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
+    Args:
+        preset: Name of a preset, such as "cifar100-small"; `exitwise models` lists the names.
+        num_classes: Number of classes, if it differs from the preset's.
+        in_channels: Number of image channels, if it differs from the preset's.
+
+    Returns:
+        A net with several exits for images (n, in_channels, size, size), in training mode.
+
+    Raises:
+        InputError: There is no such preset, or an override is out of range.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.models.msdnet("cifar100-small", num_classes=10)
+        >>> len(net.exits), net.num_classes
+        (4, 10)
     """
     return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
 
 def _conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    """Convolution without bias, BatchNorm, ReLU."""
+    """Return a convolution without bias, BatchNorm and ReLU."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return [conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
 
 def _bottleneck(inputs: int, outputs: int, factor: int, stride: int) -> nn.Sequential:
-    """A 1x1 convolution to at most factor * outputs channels, then 3x3."""
+    """Return a 1x1 convolution to at most factor * outputs channels, then 3x3."""
     inner = min(inputs, factor * outputs)
     return nn.Sequential(*_conv(inputs, inner, kernel=1), *_conv(inner, outputs, stride=stride))
 
 
-def _head(inputs: int, config: MSDNetConfig) -> Head:
+def _build_head(inputs: int, config: MSDNetConfig) -> Head:
     width = config.head_width or inputs
     pool = nn.AdaptiveAvgPool2d(1) if config.global_pool else nn.AvgPool2d(2)
     neck = Neck(
@@ -169,15 +184,14 @@ class Neck(nn.Sequential):
 
 
 class Stem(nn.Module):
-    """Picture -> one map per scale, each coarser one a strided convolution of the one before."""
+    """First layer: image -> one map per scale, each coarser map a strided convolution of the previous one."""
 
     def __init__(self, config: MSDNetConfig) -> None:
         super().__init__()
         widths = [config.channels * factor for factor in config.factors]
         if config.imagenet_stem:
-            conv = nn.Conv2d(
-                config.in_channels, widths[0], 7, stride=2, padding=3
-            )  # with a bias, as in the public code
+            # With a bias, as in the released code.
+            conv = nn.Conv2d(config.in_channels, widths[0], 7, stride=2, padding=3)
             first = [conv, nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
         else:
             first = _conv(config.in_channels, widths[0])
@@ -193,39 +207,39 @@ class Stem(nn.Module):
 
 
 class ScaleGrowth(nn.Module):
-    """New channels for one scale, put behind the old: half of them from the next finer map, where there is one."""
+    """Append new channels to the map of one scale, half of them from the next finer map if there is one."""
 
     def __init__(self, finer: int | None, width: int, new: int, factors: tuple[int, int]) -> None:
         super().__init__()
         self.down = None if finer is None else _bottleneck(finer, new // 2, factors[0], stride=2)
         self.same = _bottleneck(width, new if finer is None else new // 2, factors[1], stride=1)
 
-    def forward(self, finer: Tensor | None, here: Tensor) -> Tensor:
+    def forward(self, finer: Tensor | None, x: Tensor) -> Tensor:
         new = [] if self.down is None else [self.down(finer)]
-        return torch.cat([here, *new, self.same(here)], dim=1)
+        return torch.cat([x, *new, self.same(x)], dim=1)
 
 
 class MultiScaleLayer(nn.Module):
-    """Growth at every scale from `first` on; the finest incoming map may be read once more and dropped."""
+    """Growth at every scale from `first` on; the finest `dropped` input maps are only read by the next coarser one."""
 
     def __init__(self, widths: list[int], config: MSDNetConfig, first: int, dropped: int) -> None:
         super().__init__()
         self.dropped = dropped
         self.scales = nn.ModuleList()
-        for here in range(dropped, len(widths)):  # position among the incoming maps
-            scale = first - dropped + here
-            finer = widths[here - 1] if here else None
+        for i in range(dropped, len(widths)):  # index among the input maps
+            scale = first - dropped + i
+            finer = widths[i - 1] if i else None
             factors = (config.factors[max(scale - 1, 0)], config.factors[scale])
-            self.scales.append(ScaleGrowth(finer, widths[here], config.growth * config.factors[scale], factors))
+            self.scales.append(ScaleGrowth(finer, widths[i], config.growth * config.factors[scale], factors))
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
-        # By position, not by walking through the state: so a tracer can follow.
-        places = enumerate(self.scales, start=self.dropped)
-        return [grow(state[here - 1] if here else None, state[here]) for here, grow in places]
+        # By index, because a tracer cannot iterate over the state.
+        growths = enumerate(self.scales, start=self.dropped)
+        return [grow(state[i - 1] if i else None, state[i]) for i, grow in growths]
 
 
 class Transition(nn.Module):
-    """1x1 convolutions that halve every scale's width, where a scale has been dropped."""
+    """1x1 convolutions that halve the width of every scale after a scale was dropped."""
 
     def __init__(self, widths: list[int], narrow: list[int]) -> None:
         super().__init__()
@@ -234,4 +248,4 @@ class Transition(nn.Module):
         )
 
     def forward(self, state: list[Tensor]) -> list[Tensor]:
-        return [scale(state[here]) for here, scale in enumerate(self.scales)]
+        return [scale(state[i]) for i, scale in enumerate(self.scales)]

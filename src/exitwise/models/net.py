@@ -1,4 +1,4 @@
-"""A network with several exits: stages that carry a state on, and a head that reads it at every exit."""
+"""Multi-exit networks: stages that pass a state on, and a head that reads the state at every exit."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from exitwise.core.errors import InputError
 
 @contextmanager
 def preserve_training_mode(net: nn.Module) -> Iterator[None]:
-    """Put every module back into the mode, training or evaluation, that it was in."""
+    """Restore the mode of every module, training or evaluation, at the end of the block."""
     modes = {module: module.training for module in net.modules()}
     try:
         yield
@@ -20,7 +20,7 @@ def preserve_training_mode(net: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _modules(name: str, modules: Iterable[nn.Module]) -> nn.ModuleList:
+def _as_module_list(name: str, modules: Iterable[nn.Module]) -> nn.ModuleList:
     if not isinstance(modules, Iterable):
         raise InputError(f"`{name}` must be a sequence of modules, one per exit, but got {type(modules).__name__}")
     modules = list(modules)
@@ -33,7 +33,11 @@ def _modules(name: str, modules: Iterable[nn.Module]) -> nn.ModuleList:
 class Head(nn.Module):
     """One exit: a neck that turns a stage's state into features (n, p), and the last linear layer on top.
 
-    Only the last layer is made Bayesian, so the features before it are all that calibration ever sees of the net.
+    Only the last layer is made Bayesian, so calibration needs nothing of the net but the features before it.
+
+    Args:
+        neck: Module that maps the state of a stage to features (n, p).
+        last: Linear layer from p features to c logits.
     """
 
     def __init__(self, neck: nn.Module, last: nn.Linear) -> None:
@@ -46,12 +50,12 @@ class Head(nn.Module):
         self.last = last
 
     def features(self, state: Any) -> Tensor:
-        """Features (n, p) before the last layer."""
+        """Return the features (n, p) before the last layer."""
         features: Tensor = self.neck(state)
         return features
 
     def forward(self, state: Any) -> Tensor:
-        """Logits (n, c)."""
+        """Return the logits (n, c)."""
         logits: Tensor = self.last(self.features(state))
         return logits
 
@@ -61,15 +65,19 @@ class MultiExitNet(nn.Module):
 
     A state is a tensor (n, ...) or any nested list, tuple or dict of such tensors that the next stage understands;
     so is the input x of the first stage.
+
+    Args:
+        stages: K modules, from the input or the previous state to the next state.
+        heads: K heads with the same number of classes.
+        spec: How to rebuild the net, such as {"preset": "cifar100-small"}; None for a user-defined net.
     """
 
     def __init__(self, stages: Iterable[nn.Module], heads: Iterable[Head], spec: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.stages = _modules("stages", stages)
-        self.heads = _modules("heads", heads)
-        # How to build this net again, e.g. {"preset": "cifar100-small"}; None for a net of the user's own.
+        self.stages = _as_module_list("stages", stages)
+        self.heads = _as_module_list("heads", heads)
         self.spec = spec
-        # Shape of one input, such as (3, 32, 32), where it is known.
+        # Shape of one input, such as (3, 32, 32); None if it is unknown.
         self.input_shape: tuple[int, ...] | None = None
         if not self.stages or len(self.stages) != len(self.heads):
             raise InputError(
@@ -85,12 +93,12 @@ class MultiExitNet(nn.Module):
 
     @property
     def exits(self) -> list[Head]:
-        """The heads, in order, with their type."""
+        """The heads in order, typed as `Head`."""
         return [head for head in self.heads if isinstance(head, Head)]
 
     @property
     def num_classes(self) -> int:
-        """c, the number of classes, the same at every exit."""
+        """The number of classes c, the same at every exit."""
         return int(self.exits[0].last.out_features)
 
     def states(self, x: Any) -> Iterator[tuple[Head, Any]]:
@@ -101,9 +109,9 @@ class MultiExitNet(nn.Module):
             yield head, state
 
     def features(self, x: Any) -> list[Tensor]:
-        """Features (n, p_k) of every exit: K tensors."""
+        """Return the features (n, p_k) of every exit: K tensors."""
         return [head.features(state) for head, state in self.states(x)]
 
     def forward(self, x: Any) -> list[Tensor]:
-        """Logits (n, c) of every exit: K tensors."""
+        """Return the logits (n, c) of every exit: K tensors."""
         return [head(state) for head, state in self.states(x)]

@@ -1,16 +1,17 @@
-"""Presets are data: a name leads to a configuration, and a spec says in a file which preset a net was built from."""
+"""Presets as data: a name maps to a configuration, and a spec records which preset a net was built from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
-from exitwise.core.errors import InputError
+from exitwise.core.checks import check_integer, get_named
 from exitwise.models.net import MultiExitNet
+
+_OVERRIDE_RANGES = {"num_classes": (2, 10**6), "in_channels": (1, 10**4)}
 
 
 class Config(Protocol):
-    """What every preset's configuration has."""
+    """Properties that the configuration of every preset has."""
 
     @property
     def exits(self) -> int: ...
@@ -26,13 +27,9 @@ C = TypeVar("C", bound=Config)
 
 
 def get_config(preset: str, presets: Mapping[str, C]) -> C:
-    """The configuration of that name, or an error with the nearest one."""
-    if not isinstance(preset, str) or preset not in presets:
-        near = get_close_matches(str(preset), presets, n=1, cutoff=0.4)
-        known = f"known are {', '.join(presets)}" if len(presets) <= 20 else "`exitwise models` lists the names"
-        hint = f"did you mean {near[0]!r}?" if near else known
-        raise InputError(f"`preset` must be the name of a model, but got {preset!r}; {hint}")
-    return presets[preset]
+    """Return the configuration of that name; for any other name the error suggests the nearest one."""
+    hint = None if len(presets) <= 20 else "`exitwise models` lists the names"
+    return get_named("preset", preset, presets, "a model", hint)
 
 
 def build_preset(
@@ -42,9 +39,9 @@ def build_preset(
     num_classes: int | None,
     in_channels: int | None,
 ) -> MultiExitNet:
-    """The net of a preset, with what is given instead of the preset's own, and the spec that says so."""
+    """Build the net of a preset, with `num_classes` and `in_channels` overridden where given, and set its spec."""
     config = get_config(preset, presets)
-    changes = _overrides(config, num_classes=num_classes, in_channels=in_channels)
+    changes = _check_overrides(config, num_classes=num_classes, in_channels=in_channels)
     config = replace(config, **changes)  # type: ignore[type-var]  # every configuration is a dataclass
     net = build(config)
     net.input_shape = config.input_shape
@@ -52,10 +49,9 @@ def build_preset(
     return net
 
 
-def _overrides(config: Config, **values: int | None) -> dict[str, Any]:
-    """Those of `num_classes` and `in_channels` that are given and differ from the preset's, checked."""
-    for name, value in values.items():
-        least, most = {"num_classes": (2, 10**6), "in_channels": (1, 10**4)}[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
-            raise InputError(f"`{name}` must be a whole number from {least} to {most}, but got {value!r}")
-    return {name: value for name, value in values.items() if value not in (None, getattr(config, name))}
+def _check_overrides(config: Config, **values: int | None) -> dict[str, Any]:
+    """Check `num_classes` and `in_channels`; return those that differ from the preset's."""
+    checked = {
+        name: check_integer(name, value, *_OVERRIDE_RANGES[name]) for name, value in values.items() if value is not None
+    }
+    return {name: value for name, value in checked.items() if value != getattr(config, name)}

@@ -1,4 +1,4 @@
-"""Networks by name. A preset's name, with overrides, is all that a file needs to say to have its net rebuilt."""
+"""Networks by name. A file stores only the preset's name and its overrides to have its net rebuilt."""
 
 import builtins
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from exitwise.models.resnet import resnet
 
 @dataclass(frozen=True)
 class Family:
-    """Presets of one architecture."""
+    """The presets of one architecture."""
 
     name: str
     presets: Mapping[str, Config]
     build: Callable[[str, int | None, int | None], MultiExitNet]  # preset, num_classes, in_channels
-    stem: str  # key of the weight (channels, in_channels, height, width) that reads the picture
+    stem: str  # key of the weight (channels, in_channels, height, width) that reads the image
 
 
 FAMILIES = (
@@ -48,45 +48,133 @@ BUDGET_RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def list() -> builtins.list[str]:
-    """Names of all presets."""
+def list_presets() -> builtins.list[str]:
+    """Return the names of all presets.
+
+    Returns:
+        Names of the MSDNets, then of the ResNets and the DenseNets.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.models.list_presets()[:2]
+        ['cifar100-small', 'cifar100-medium']
+    """
     return builtins.list(PRESETS)
 
 
+list = list_presets
+
+
 def config(preset: str) -> Config:
-    """The configuration of a preset: `exits`, `num_classes`, `in_channels`, `input_shape` and its own fields."""
+    """Return the configuration of a preset.
+
+    Args:
+        preset: Name of a preset, such as "cifar100-small".
+
+    Returns:
+        A frozen dataclass with `exits`, `num_classes`, `in_channels`, `input_shape` and the fields of its family.
+
+    Raises:
+        InputError: There is no such preset; the message suggests the nearest one.
+
+    Example:
+        >>> import exitwise as ew
+        >>> config = ew.models.config("tiny-8")
+        >>> config.exits, config.num_classes, config.input_shape
+        (3, 10, (1, 8, 8))
+    """
     return get_config(preset, PRESETS)
 
 
 def family(preset: str) -> Family:
-    """The family that a preset belongs to."""
+    """Return the family that a preset belongs to.
+
+    Args:
+        preset: Name of a preset, such as "imagenet-densenet121".
+
+    Returns:
+        The architecture: its name, its presets and the function that builds them.
+
+    Raises:
+        InputError: There is no such preset; the message suggests the nearest one.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.models.family("imagenet-densenet121").name
+        'DenseNet'
+    """
     get_config(preset, PRESETS)
     return next(family for family in FAMILIES if preset in family.presets)
 
 
 def build(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
-    """An untrained net of any family by its preset's name; `num_classes` and `in_channels` override the preset's."""
+    """Build an untrained net of any family from the name of its preset.
+
+    Args:
+        preset: Name of a preset; `list_presets` returns all of them.
+        num_classes: Number of classes, if it differs from the preset's.
+        in_channels: Number of image channels, if it differs from the preset's.
+
+    Returns:
+        A net for images (n, in_channels, size, size), in training mode.
+
+    Raises:
+        InputError: There is no such preset, or an override is out of range.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.models.build("tiny-8", num_classes=5)
+        >>> len(net.exits), net.num_classes, net.spec
+        (3, 5, {'preset': 'tiny-8', 'num_classes': 5})
+    """
     return family(preset).build(preset, num_classes, in_channels)
 
 
 def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
-    """The untrained net of a spec, such as {"preset": "cifar100-small"}; a spec is data, it can only name presets.
+    """Build the untrained net of a spec. A spec is data: it can only name presets, so no code of a file is run.
 
-    With `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are put on it again.
+    Args:
+        spec: {"preset": name}, with the overrides `num_classes` and `in_channels` where the net has them. With
+            `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are attached to the preset's net.
+
+    Returns:
+        A net in training mode, with the same spec.
+
+    Raises:
+        InputError: The spec has missing, unknown or invalid entries.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.models.rebuild({"preset": "tiny-8", "num_classes": 5}).num_classes
+        5
     """
-    more = ("num_classes", "in_channels", "attach")
-    if not isinstance(spec, Mapping) or "preset" not in spec or not set(spec) <= {"preset", *more}:
-        names = ", ".join(f"`{name}`" for name in more)
+    optional = ("num_classes", "in_channels", "attach")
+    if not isinstance(spec, Mapping) or "preset" not in spec or not set(spec) <= {"preset", *optional}:
+        names = ", ".join(f"`{name}`" for name in optional)
         raise InputError(f"a model spec must hold `preset` and at most {names}, but got {spec}")
-    added = spec.get("attach")
+    exits = spec.get("attach")
     net = build(**{name: value for name, value in spec.items() if name != "attach"})
-    if added is None:
+    if exits is None:
         return net
-    if not isinstance(added, Mapping) or set(added) != {"at", "head"} or not isinstance(added["head"], str):
-        raise InputError(f"a model spec's `attach` must hold `at` and `head`, but is {added!r}")
-    return _attach(net.eval(), added["at"], head=added["head"]).train()
+    if not isinstance(exits, Mapping) or set(exits) != {"at", "head"} or not isinstance(exits["head"], str):
+        raise InputError(f"a model spec's `attach` must hold `at` and `head`, but is {exits!r}")
+    return _attach(net.eval(), exits["at"], head=exits["head"]).train()
 
 
 def budget_range(spec: Mapping[str, Any] | None) -> tuple[float, float] | None:
-    """The paper's budget interval for a net, where it has one."""
+    """Return the budget interval over which the paper's tables average for a net.
+
+    Args:
+        spec: Spec of the net, such as {"preset": "cifar100-small"}, or None.
+
+    Returns:
+        Lowest and highest budget in MACs, or None if the paper has no interval for the net.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.models.budget_range({"preset": "cifar100-small"})
+        (7000000.0, 26000000.0)
+        >>> ew.models.budget_range({"preset": "tiny-8"}) is None
+        True
+    """
     return BUDGET_RANGES.get(str(spec.get("preset"))) if spec else None

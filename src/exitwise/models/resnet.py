@@ -1,7 +1,7 @@
-"""Residual networks (ResNet), baselines of the paper: one exit, so nothing to decide, but all else works on them.
+"""Residual networks (ResNet), baselines of the paper with one exit.
 
-Modules have torchvision's names, save for `residual` in a block and the exit's own. ImageNet's ResNet18, 34 and 50 are
-torchvision's.
+There is no exit to choose, but everything else works on them. Modules have torchvision's names, except for `residual`
+in a block and the head. ImageNet's ResNet18, 34 and 50 are torchvision's.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,14 @@ from exitwise.models.presets import build_preset
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Everything that defines a ResNet; every group of blocks is twice as wide and half as large as the one before."""
+    """Configuration of a ResNet. Each group of blocks doubles the width and halves the size of the previous one."""
 
     blocks: tuple[int, ...]  # residual blocks in each group
     channels: int  # width of the stem and of the first group
     image_size: int
     num_classes: int
     in_channels: int = 3
-    bottleneck: bool = False  # blocks of 1x1, 3x3 and 1x1 to four times the width, instead of two 3x3
+    bottleneck: bool = False  # blocks of 1x1, 3x3 and 1x1 with four times the width, instead of two 3x3
     imagenet_stem: bool = False  # 7x7 stride 2 and max-pooling instead of 3x3
 
     @property
@@ -59,7 +59,7 @@ PRESETS: dict[str, ResNetConfig] = {
 
 
 def build(config: ResNetConfig) -> MultiExitNet:
-    """The network of a configuration: convolutions start normal by their fan out, the rest as PyTorch starts it."""
+    """Build the network: convolutions are initialized normally by fan out, other layers by PyTorch's defaults."""
     width = config.channels
     stem = (7, 2) if config.imagenet_stem else (3, 1)
     trunk: OrderedDict[str, nn.Module] = OrderedDict(
@@ -71,8 +71,8 @@ def build(config: ResNetConfig) -> MultiExitNet:
         inner = config.channels * 2**group
         outputs = inner * 4 if config.bottleneck else inner
         blocks = []
-        for number in range(depth):
-            stride = 2 if group and number == 0 else 1
+        for block in range(depth):
+            stride = 2 if group and block == 0 else 1
             blocks.append(ResidualBlock(width, inner, outputs, stride))
             width = outputs
         trunk[f"layer{group + 1}"] = nn.Sequential(*blocks)
@@ -85,9 +85,24 @@ def build(config: ResNetConfig) -> MultiExitNet:
 
 
 def resnet(preset: str, num_classes: int | None = None, in_channels: int | None = None) -> MultiExitNet:
-    """An untrained ResNet with one exit by its preset's name, such as "cifar100-resnet14".
+    """Build an untrained ResNet from the name of its preset.
 
-    `num_classes` and `in_channels` override the preset's. The net's pictures are (n, in_channels, size, size).
+    Args:
+        preset: Name of a preset, such as "cifar100-resnet14".
+        num_classes: Number of classes, if it differs from the preset's.
+        in_channels: Number of image channels, if it differs from the preset's.
+
+    Returns:
+        A net with one exit for images (n, in_channels, size, size), in training mode.
+
+    Raises:
+        InputError: There is no such preset, or an override is out of range.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.models.resnet("cifar100-resnet14", num_classes=10)
+        >>> len(net.exits), net.num_classes
+        (1, 10)
     """
     return build_preset(preset, PRESETS, build, num_classes, in_channels)
 
@@ -97,9 +112,9 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions, added to their input: two 3x3, or where `outputs` is wider than `inner` a bottleneck of three.
+    """Convolutions whose output is added to their input: two 3x3, or a bottleneck of three if `outputs` > `inner`.
 
-    The input goes through a 1x1 convolution where it has another shape than what it is added to.
+    A 1x1 convolution adapts the input if its shape differs from the output's.
     """
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
@@ -109,11 +124,11 @@ class ResidualBlock(nn.Module):
         else:
             convs = [_conv(inputs, inner, 1), _conv(inner, inner, 3, stride), _conv(inner, outputs, 1)]
         steps: OrderedDict[str, nn.Module] = OrderedDict()
-        for number, conv in enumerate(convs, start=1):
-            steps[f"conv{number}"] = conv
-            steps[f"bn{number}"] = nn.BatchNorm2d(conv.out_channels)
+        for i, conv in enumerate(convs, start=1):
+            steps[f"conv{i}"] = conv
+            steps[f"bn{i}"] = nn.BatchNorm2d(conv.out_channels)
             if conv is not convs[-1]:
-                steps[f"relu{number}"] = nn.ReLU(inplace=True)
+                steps[f"relu{i}"] = nn.ReLU(inplace=True)
         self.residual = nn.Sequential(steps)
         self.downsample = (
             nn.Identity()
@@ -124,6 +139,6 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.residual(x)
-        out += self.downsample(x)  # in place, as no backward pass reads what a normalisation puts out
+        out += self.downsample(x)  # in place: no backward pass reads the output of a normalization
         result: Tensor = self.relu(out)
         return result

@@ -1,4 +1,4 @@
-"""Weights from files: our own, those of the two public MSDNet code bases, and torchvision's ResNets and DenseNets."""
+"""Weights in files: exitwise's format, the two released MSDNet code bases, torchvision's ResNets and DenseNets."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ from exitwise.models.net import MultiExitNet
 
 FORMAT, VERSION = "exitwise.net", 1
 
-# The public code's key names, piece by piece, and ours. Order matters: `.m.` is a neck in a classifier, and a
+# Patterns of the released code's keys, and their replacements. Order matters: `.m.` is a neck in a classifier, and a
 # transition elsewhere.
 _RENAMES = (
     (r"^classifier\.(\d+)\.m\.(\d+)\.net\.", r"heads.\1.neck.\2."),
@@ -26,60 +26,109 @@ _RENAMES = (
     (r"\.conv_normal\.net\.", ".same."),
     (r"\.conv_down\.net\.", ".down."),
     (r"\.net\.", "."),
-    # Torchvision's.
+    # Torchvision's keys.
     (r"^(conv1|bn1|layer\d\.\d+\.downsample)\.", r"stages.0.\1."),
     (r"^(layer\d\.\d+)\.(conv|bn)", r"stages.0.\1.residual.\2"),
     (r"^features\.norm5\.", "heads.0.neck.norm5."),
     (r"^features\.", "stages.0."),
-    (r"(\.denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2."),  # as in the weights that it offers for download
+    (r"(\.denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2."),  # in the weights that torchvision offers for download
     (r"^(?:fc|classifier)\.(weight|bias)$", r"heads.0.last.\1"),
 )
 
 
 def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
-    """The net's weights in our own format, with the spec that rebuilds it."""
+    """Save the weights of a net, with the spec that rebuilds it.
+
+    The file is written atomically. A net that was not built from a preset has no spec: build it and use
+    `load_checkpoint` to load the file.
+
+    Args:
+        net: The net.
+        path: A safetensors file; its folder is created if needed.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.save_checkpoint(ew.models.msdnet("tiny-8"), "net.safetensors")
+        >>> ew.load_net("net.safetensors").spec
+        {'preset': 'tiny-8'}
+    """
     tensorfiles.write(Path(path), net.state_dict(), FORMAT, VERSION, {"model": net.spec})
 
 
 def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
-    """Load weights into `net` and return it: our own files, or state dicts of the public MSDNet code or torchvision.
+    """Load weights into `net` from exitwise's files or from state dicts of the released MSDNet code or torchvision.
 
-    Safetensors, or a `.pth` file, read with `weights_only=True`: nothing in a file is ever executed. The state may be
-    nested under `state_dict` or `model`, its keys may begin with `module.`. Nothing is changed unless everything fits.
+    Files are safetensors, or `.pth` files, read with `weights_only=True`: nothing in a file is ever executed. The state
+    may be nested under `state_dict` or `model`, its keys may begin with `module.`. Nothing is changed unless everything
+    fits.
+
+    Args:
+        net: The net to load into; its mode stays.
+        path: The file.
+
+    Returns:
+        `net` itself.
+
+    Raises:
+        InputError: The file is missing, damaged, or holds other data than finite weights of this net. If it fits a
+            preset, the message names it.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.models.msdnet("cifar100-small")
+        >>> ew.load_checkpoint(net, ew.zoo.path("net.safetensors")) is net
+        True
     """
     path = Path(path)
-    theirs = {_our_name(key): value for key, value in _read(path).items()}
-    ours = net.state_dict()
-    for key in [key for key in ours if key.endswith("num_batches_tracked")]:  # absent from old files, never used here
-        theirs.setdefault(key, ours[key])
-    check_state_dict(net, theirs, path)
-    net.load_state_dict(theirs)
+    loaded = {_rename_key(key): value for key, value in _read_state_dict(path).items()}
+    expected = net.state_dict()
+    for key in [key for key in expected if key.endswith("num_batches_tracked")]:  # absent from old files, never used
+        loaded.setdefault(key, expected[key])
+    check_state_dict(net, loaded, path)
+    net.load_state_dict(loaded)
     return net
 
 
 def load_net(path: str | Path) -> MultiExitNet:
-    """The net of one of our own files, rebuilt by the preset that the file names, in evaluation mode."""
+    """Rebuild the net of a file that `save_checkpoint` wrote, from the preset that the file names.
+
+    Args:
+        path: A safetensors file.
+
+    Returns:
+        The net with its weights, in evaluation mode.
+
+    Raises:
+        InputError: The file is missing, damaged or of another format, names no preset, or its weights do not fit it.
+
+    Example:
+        >>> import exitwise as ew
+        >>> net = ew.load_net(ew.zoo.path("net.safetensors"))
+        >>> net.spec, len(net.exits), net.num_classes
+        ({'preset': 'cifar100-small'}, 4, 100)
+    """
     path = Path(path)
     tensors, header = tensorfiles.read(path)
     spec = tensorfiles.check_format(path, header, FORMAT, VERSION).get("model")
     if not isinstance(spec, dict):
-        raise InputError(f"{path} does not say which preset it belongs to; build the net and use load_checkpoint")
-    with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
-        plan = models.rebuild(spec)
-    check_state_dict(plan, tensors, path)
+        raise InputError(f"{path} does not name the preset of its net; build the net and use load_checkpoint")
+    with torch.device("meta"):  # a header may name a huge net: nothing is allocated before the weights fit
+        meta_net = models.rebuild(spec)
+    check_state_dict(meta_net, tensors, path)
     return load_checkpoint(models.rebuild(spec), path).eval()
 
 
-def _our_name(key: str) -> str:
+def _rename_key(key: str) -> str:
+    """Return the key of exitwise for a key of the released code or torchvision."""
     key = key.removeprefix("module.")
-    if key.startswith(("stages.", "heads.")):  # ours already, whatever a net of one's own calls its modules
+    if key.startswith(("stages.", "heads.")):  # a MultiExitNet's own, even if submodules match the patterns
         return key
     for pattern, replacement in _RENAMES:
         key = re.sub(pattern, replacement, key)
     return key
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_state_dict(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"{path} does not exist")
     if path.suffix == ".safetensors":
@@ -91,7 +140,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # a damaged or foreign file makes torch.load raise almost anything
             kind = type(error).__name__
             raise InputError(
-                f"{path} is not a whole file of plain tensors, and nothing else is read ({kind})"
+                f"{path} must be a complete file that holds only tensors, but reading raised {kind}"
             ) from None
     for name in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
@@ -105,44 +154,44 @@ def _read(path: Path) -> dict[str, Tensor]:
     return dict(state)
 
 
-def check_state_dict(net: MultiExitNet, theirs: Mapping[str, Tensor], path: Path | str) -> None:
-    """Refuse tensors that are not the net's state; `path` is where they come from, in words."""
-    ours = net.state_dict()
+def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str) -> None:
+    """Raise `InputError` unless `loaded` has the net's keys and shapes and is finite; `source` begins the message."""
+    expected = net.state_dict()
     problems = []
-    missing = next((key for key in ours if key not in theirs), None)
-    unexpected = next((key for key in theirs if key not in ours), None)
-    reshaped = next((key for key in ours if key in theirs and ours[key].shape != theirs[key].shape), None)
+    missing = next((key for key in expected if key not in loaded), None)
+    unexpected = next((key for key in loaded if key not in expected), None)
+    reshaped = next((key for key in expected if key in loaded and expected[key].shape != loaded[key].shape), None)
     if missing:
         problems.append(f"first missing key {missing!r}")
     if unexpected:
         problems.append(f"first unexpected key {unexpected!r}")
     if reshaped:
         problems.append(
-            f"{reshaped!r} has shape {tuple(theirs[reshaped].shape)} instead of {tuple(ours[reshaped].shape)}"
+            f"{reshaped!r} has shape {tuple(loaded[reshaped].shape)} instead of {tuple(expected[reshaped].shape)}"
         )
     if problems:
-        fits = _fitting_preset(theirs, net.spec)
-        raise InputError(f"{path} does not fit {_words(net.spec)}: {', '.join(problems)}; {fits}")
-    broken = next((key for key, value in theirs.items() if not tensorfiles.all_finite(value)), None)
-    if broken:
-        raise InputError(f"{path} holds values that are not finite in {broken!r}")
+        hint = _describe_fitting_preset(loaded, net.spec)
+        raise InputError(f"{source} does not fit {_describe_spec(net.spec)}: {', '.join(problems)}; {hint}")
+    non_finite = next((key for key, value in loaded.items() if not tensorfiles.all_finite(value)), None)
+    if non_finite:
+        raise InputError(f"{source} holds values that are not finite in {non_finite!r}")
 
 
-def _words(spec: Mapping[str, Any] | None) -> str:
+def _describe_spec(spec: Mapping[str, Any] | None) -> str:
     if not spec or "preset" not in spec:
         return "the net"
     return repr(spec["preset"]) + "".join(f", {key}={value}" for key, value in spec.items() if key != "preset")
 
 
-def _fitting_preset(theirs: Mapping[str, Tensor], wanted: Mapping[str, Any] | None) -> str:
-    """In words: the preset whose keys and shapes a state dict has, with overrides where it needs them.
+def _describe_fitting_preset(loaded: Mapping[str, Tensor], requested: Mapping[str, Any] | None) -> str:
+    """Return "it fits ..." with the preset, and its overrides, that has the keys and shapes of a state dict.
 
-    Of several, the one that was wanted, then one without overrides.
+    If several presets fit, the requested one is preferred, then one without overrides.
     """
-    shapes = {key: tuple(value.shape) for key, value in theirs.items() if not key.endswith("num_batches_tracked")}
+    shapes = {key: tuple(value.shape) for key, value in loaded.items() if not key.endswith("num_batches_tracked")}
     last = shapes.get("heads.0.last.weight", ())
     exits = sum(key.startswith("heads.") and key.endswith(".last.weight") for key in shapes)
-    found: list[Mapping[str, Any]] = []
+    specs: list[Mapping[str, Any]] = []
     for family in models.FAMILIES:
         stem = shapes.get(family.stem, ())
         if len(stem) != 4 or len(last) != 2:
@@ -152,8 +201,8 @@ def _fitting_preset(theirs: Mapping[str, Tensor], wanted: Mapping[str, Any] | No
                 net = family.build(preset, max(last[0], 2), max(stem[1], 1))
             state = net.state_dict()
             if shapes == {k: tuple(v.shape) for k, v in state.items() if not k.endswith("num_batches_tracked")}:
-                found.append(net.spec or {})
-    if not found:
+                specs.append(net.spec or {})
+    if not specs:
         return "no preset fits it"
-    first = (wanted or {}).get("preset")
-    return f"it fits {_words(min(found, key=lambda spec: (spec['preset'] != first, len(spec))))}"
+    preferred = (requested or {}).get("preset")
+    return f"it fits {_describe_spec(min(specs, key=lambda spec: (spec['preset'] != preferred, len(spec))))}"
