@@ -115,7 +115,7 @@ def held_out(
     everyone = PolicyOutcomes.from_predictions(policies, test, certificate.risk, test.predicted[-1], labels)
     right = (test.predicted == labels)[everyone.exits, np.arange(len(labels))]
     costs = np.asarray(trace.costs.values)[everyone.exits]
-    row = FixedSequenceTest(policies, tune, HOLD, certificate, trace.costs, sure=True)
+    row = FixedSequenceTest(policies, tune, HOLD, certificate, trace.costs, reference_is_last_exit=True)
     rng = np.random.default_rng(SEED)
     chosen, on_the_rest = [], []
     for _ in range(draws):
@@ -185,7 +185,9 @@ def synthetic(population: Synthetic, samples: int, risk: str | None, draws: int)
     certificate = (
         ew.Certificate(None, risk, float(true_losses[[0, -1]].mean()), DELTA) if risk else ew.Certificate(DELTA)
     )
-    row = FixedSequenceTest(policies, population.seen(policies, TUNE, rng), samples, certificate, costs, sure=True)
+    row = FixedSequenceTest(
+        policies, population.seen(policies, TUNE, rng), samples, certificate, costs, reference_is_last_exit=True
+    )
     chosen = []
     for _ in range(draws):
         with suppress(ew.NotCertifiedError):

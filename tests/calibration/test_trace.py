@@ -66,7 +66,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"costs": None}, "lacks 'costs'"),
     ({"costs": torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)}, "must grow"),
     ({"costs": torch.tensor([1.0, 2.0, 3.0])}, "costs must be 1-dimensional torch.float64"),
-    ({"costs": torch.tensor([1.0, 2.0], dtype=torch.float64), "head.2.weight": None}, "but costs of 2 exits only"),
+    ({"costs": torch.tensor([1.0, 2.0], dtype=torch.float64), "head.2.weight": None}, "but costs of only 2 exits"),
     ({"head.1.weight": None}, "lacks 'head.1.weight'"),
     ({"head.1.weight": torch.zeros(4, 7)}, "head.1.weight"),
     ({"head.1.bias": torch.zeros(4)}, "head.1.bias must have shape"),
@@ -88,7 +88,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"val.labels": torch.zeros(299, dtype=torch.int64)}, "val.features.0 must have shape"),
     ({"val.features.1": None}, "lacks 'val.features.1'"),
     ({"val.features.1": torch.zeros(300, 8)}, "val.features.1 must have shape"),
-    ({"val.features.1": torch.zeros(300, 7, dtype=torch.int64)}, "val.features.1 must be float16 or float32"),
+    ({"val.features.1": torch.zeros(300, 7, dtype=torch.int64)}, "val.features.1 must be float16, float32 or float64"),
     ({"test.features.2": torch.full((300, 9), float("nan"))}, "test.features.2 holds a value that is not finite"),
     ({"test.index": torch.zeros(3, dtype=torch.int64)}, "test.index must have shape"),
 ]
@@ -113,7 +113,7 @@ def test_a_broken_trace_is_refused_in_one_line(tmp_path: Path, changes: dict[str
         ({"format": "pt"}, "must be of format 'exitwise.trace'"),
         ({"format": "exitwise.trace", "version": "2"}, "version '2'"),
         ({**HEADER, "classes": "[1, 2]"}, "`classes`"),
-        ({**HEADER, "classes": '["a"]'}, "1 class names for 5 classes"),
+        ({**HEADER, "classes": '["a"]'}, "classes must name 5 classes, but names 1"),
         ({**HEADER, "classes": "[oops"}, "not valid JSON"),
         ({**HEADER, "model": '"x"'}, "`model`"),
         ({**HEADER, "budget_range": "[1]"}, "`budget_range`"),
@@ -305,7 +305,7 @@ def test_what_is_held_out_and_the_rest_are_the_whole(n: int, share: float, seed:
     trace = with_index(n)
     assert trace.val.index is not None
     if round(n * share) in (0, n):
-        with pytest.raises(ew.InputError, match=f"must leave and take some of {n} samples"):
+        with pytest.raises(ew.InputError, match=f"{n} samples cannot be split"):
             trace.hold_out(share, seed)
         return
     rest, hold = trace.hold_out(share, seed)
@@ -328,7 +328,9 @@ def test_the_seed_says_who_is_held_out() -> None:
     trace = with_index()
     again = [trace.hold_out(seed=seed)[1].labels.tolist() for seed in (3, 3)]
     assert again[0] == again[1]
-    assert trace.hold_out(seed=torch.Generator().manual_seed(3))[1].labels.tolist() == again[0]
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    drawn = [trace.hold_out(seed=generator)[1].labels.tolist() for generator in generators]
+    assert drawn[0] == drawn[1] != trace.hold_out(seed=generators[0])[1].labels.tolist()
     index = [trace.hold_out(seed=seed)[1].index for seed in range(400)]
     held = torch.bincount(torch.cat([each for each in index if each is not None]))
     counts = held[held > 0]
@@ -359,5 +361,7 @@ def test_a_calibration_does_not_see_what_is_held_out() -> None:
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, 0.001, 0.999, float("nan"), float("inf")])
 def test_a_share_must_leave_and_take_some(share: float) -> None:
-    with pytest.raises(ew.InputError, match=f"`share` must leave and take some of 101 samples, but got {share}"):
+    with pytest.raises(
+        ew.InputError, match=f"101 samples cannot be split into some to tune on and a fraction of {share}"
+    ):
         with_index().hold_out(share)

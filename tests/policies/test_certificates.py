@@ -14,7 +14,7 @@ from oracles import random_probs
 
 import exitwise as ew
 from exitwise.core.predictions import Predictions
-from exitwise.policies.certificate import MeanUpperBound, samples_needed, tightest
+from exitwise.policies.bounds import MeanUpperBound, choose_tightest_bound, estimate_samples_needed
 from exitwise.policies.certify import FixedSequenceTest, PolicyOutcomes, nested_cheaper_policies
 from exitwise.policies.fit import PolicyFitter
 from exitwise.policies.scores import exit_scores
@@ -80,21 +80,23 @@ class TestBounds:
     def test_the_tightest_is_betting_where_there_is_little_variance(self) -> None:
         """Hoeffding and Bentkus know only the range."""
         little, much = np.array([0, 500, 500, 0]), np.array([500, 0, 0, 500])
-        assert tightest(VALUES, little, 1000, 0.05).name == "betting"
-        assert tightest(VALUES, much, 1000, 0.05).name == "hoeffding-bentkus"
+        assert choose_tightest_bound(VALUES, little, 1000, 0.05).name == "betting"
+        assert choose_tightest_bound(VALUES, much, 1000, 0.05).name == "hoeffding-bentkus"
 
     def test_as_many_samples_as_are_said_to_be_needed_do_suffice(self) -> None:
         shares = np.array([0.4, 0.3, 0.2, 0.1])
         mean = float(VALUES @ shares)
         for limit in (mean + 0.02, mean + 0.05, mean + 0.2):
-            needed = samples_needed(VALUES, shares * 100, limit, 0.05)
+            needed = estimate_samples_needed(VALUES, shares * 100, limit, 0.05)
             assert needed is not None
             assert (
-                0.5 < tightest(VALUES, shares, needed, 0.05).upper_limit(VALUES, shares * needed, 0.05) / limit < 1.02
+                0.5
+                < choose_tightest_bound(VALUES, shares, needed, 0.05).upper_limit(VALUES, shares * needed, 0.05) / limit
+                < 1.02
             )
             fewer = shares * needed / 2
-            assert tightest(VALUES, shares, needed // 2, 0.05).upper_limit(VALUES, fewer, 0.05) > limit
-        assert samples_needed(VALUES, shares, mean, 0.05) is None
+            assert choose_tightest_bound(VALUES, shares, needed // 2, 0.05).upper_limit(VALUES, fewer, 0.05) > limit
+        assert estimate_samples_needed(VALUES, shares, mean, 0.05) is None
 
 
 class TestCertificate:
@@ -106,8 +108,8 @@ class TestCertificate:
             ({"budget_delta": "5%"}, "`budget_delta`"),
             ({"hold": 1.0}, "`hold`"),
             ({"risk": "speed", "epsilon": 0.1}, "`risk` must be one of accuracy, disagreement or None"),
-            ({"risk": "accuracy"}, "go together"),
-            ({"epsilon": 0.1}, "go together"),
+            ({"risk": "accuracy"}, "must be given together"),
+            ({"epsilon": 0.1}, "must be given together"),
             ({"risk": "accuracy", "epsilon": 0}, "`epsilon` must be a number between 0 and 1"),
             ({"budget_delta": None}, "needs `budget_delta`, or a `risk`"),
             ({"risk_delta": 0.1}, "`risk_delta` needs a `risk`"),
@@ -148,7 +150,7 @@ class TestCertified:
         truth = PolicyOutcomes.from_predictions(policies, preds, None, preds.predicted[-1], everyone_labels)
         true_costs = np.asarray(costs.values)[truth.exits].mean(axis=1)
         seen = PolicyOutcomes.from_predictions(policies, Predictions.of(tune), None, tune_labels, tune_labels)
-        row = FixedSequenceTest(policies, seen, 500, ew.Certificate(delta), costs, sure=True)
+        row = FixedSequenceTest(policies, seen, 500, ew.Certificate(delta), costs, reference_is_last_exit=True)
         rng = np.random.default_rng(2)
         chosen = [row.select(truth.take(rng.integers(0, 200_000, 500)), budget) for _ in range(400)]
         assert not too_many(int((true_costs[chosen] > budget).sum()), 400, delta)
@@ -168,7 +170,9 @@ class TestCertified:
         true_losses = truth.losses.mean(axis=1)
         tuned = Predictions.of(tune)
         seen = PolicyOutcomes.from_predictions(policies, tuned, risk, tuned.predicted[-1], tune_labels)
-        row = FixedSequenceTest(policies, seen, 1000, ew.Certificate(None, risk, epsilon, delta), costs, sure=True)
+        row = FixedSequenceTest(
+            policies, seen, 1000, ew.Certificate(None, risk, epsilon, delta), costs, reference_is_last_exit=True
+        )
         rng = np.random.default_rng(2)
         chosen = [row.select(truth.take(rng.integers(0, 100_000, 1000)), None) for _ in range(400)]
         assert not too_many(int((true_losses[chosen] > epsilon).sum()), 400, delta)
@@ -183,7 +187,7 @@ class TestCertified:
         policies = nested_cheaper_policies(fitter.fit(4.0, "geometric"), exit_scores(tune), costs)
         seen = PolicyOutcomes.from_predictions(policies, Predictions.of(tune), None, labels, labels)
         held = PolicyOutcomes.from_predictions(policies, Predictions.of(hold), None, hold_labels, hold_labels)
-        row = FixedSequenceTest(policies, seen, 700, ew.Certificate(0.05), costs, sure=True)
+        row = FixedSequenceTest(policies, seen, 700, ew.Certificate(0.05), costs, reference_is_last_exit=True)
         chosen = row.select(held, 4.0)
         holds = [row.passes("cost", number, held, 4.0) for number in range(len(policies))]
         assert all(holds[: chosen + 1])
@@ -196,9 +200,9 @@ class TestCertified:
         for score in ("confidence", "margin", "entropy", "patience"):
             table = exit_scores(tune, score)
             fitted = PolicyFitter(tune, labels, costs, score=score).fit(6.0, "geometric")
-            exits = [policy.exits_by(table) for policy in nested_cheaper_policies(fitted, table, costs)]
+            exits = [policy.exits_from_scores(table) for policy in nested_cheaper_policies(fitted, table, costs)]
             assert set(exits[0]) == {0}
-            assert exits[-1].tolist() == fitted.exits_by(table).tolist()
+            assert exits[-1].tolist() == fitted.exits_from_scores(table).tolist()
             for less, more in pairwise(exits):
                 assert (less <= more).all()
 
@@ -263,14 +267,14 @@ class TestCertified:
         perfect = np.full_like(probs[-1:], 1e-6)
         perfect[0, np.arange(4000), labels] = 1 - 3e-6
         asked = ew.Certificate(None, "accuracy", 0.5)
-        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, against=perfect)
+        policy = ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, reference=perfect)
         assert policy.guarantee is not None
         held = np.sort(np.random.default_rng(0).permutation(4000)[:2000])
         missed = 1 - ew.evaluate(probs[:, held], labels=labels[held], policy=policy, costs=[1, 3, 9]).top1
         assert missed < policy.guarantee.risk_limit < missed + 0.05  # type: ignore[operator]
         asked = ew.Certificate(None, "accuracy", 0.1)
         with pytest.raises(ew.NotCertifiedError, match="it is 1"):
-            ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, against=perfect)
+            ew.fit_policy(probs, labels, [1, 3, 9], budget=9, certify=asked, reference=perfect)
 
     def test_a_budget_that_only_the_first_exit_keeps_to(self) -> None:
         probs, labels = population(0, 200)
@@ -293,9 +297,9 @@ class TestCertified:
     def test_too_few_samples_are_named_with_how_many_would_do(self) -> None:
         probs, labels = population(0, 500)
         hold, hold_labels = population(1, 4)
-        with pytest.raises(ew.NotCertifiedError, match=r"on 4 samples held out; about \d+ would do for a policy"):
+        with pytest.raises(ew.NotCertifiedError, match=r"on 4 held-out samples; about \d+ suffice for a policy"):
             ew.fit_policy(
-                probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate(), hold=hold, hold_labels=hold_labels
+                probs, labels, [1, 3, 9], budget=4, certify=ew.Certificate(), held_out=hold, held_out_labels=hold_labels
             )
 
     def test_its_fit_is_its_own(self) -> None:
@@ -331,20 +335,20 @@ class TestCertified:
         probs, labels = population(0, 200)
         asked = ew.Certificate(0.05, "accuracy", 0.02)
         with pytest.raises(
-            ew.NotCertifiedError, match=r"on 100 samples held out it is .* %; about [\d,]+ such samples"
+            ew.NotCertifiedError, match=r"on 100 held-out samples it is .* %; about [\d,]+ such samples suffice"
         ):
             ew.fit_policy(probs, labels, [1, 3, 9], budget=8.9, certify=asked)
-        with pytest.raises(ew.NotCertifiedError, match="no number of samples would do"):
+        with pytest.raises(ew.NotCertifiedError, match="no number of samples suffices"):
             ew.fit_policy(probs, labels, [1, 3, 9], budget=1.5, certify=asked)
 
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
             ({"certify": 0.05}, "`certify` must be a Certificate, but got 0.05"),
-            ({"certify": None, "hold": random_probs(0, 3, 9, 4)}, "are for a certificate: give `certify`"),
-            ({"hold_labels": [0]}, "`hold_labels` need their predictions"),
-            ({"hold": random_probs(0, 2, 9, 4)}, r"`hold` must have .*, \(3, 4\), but has \(2, 4\)"),
-            ({"against": random_probs(0, 1, 7, 4)}, "`against` must have the 20 samples"),
+            ({"certify": None, "held_out": random_probs(0, 3, 9, 4)}, "are for a certificate: give `certify`"),
+            ({"held_out_labels": [0]}, "`held_out_labels` need their predictions"),
+            ({"held_out": random_probs(0, 2, 9, 4)}, r"`held_out` must have .*, \(3, 4\), but has \(2, 4\)"),
+            ({"reference": random_probs(0, 1, 7, 4)}, "`reference` must have the 20 samples"),
             ({"labels": None, "certify": ew.Certificate(0.1, "accuracy", 0.1)}, "`labels` are needed to certify"),
             ({"budget": None}, "`budget` is needed"),
             ({"budget": 100}, "`budget` must lie between"),

@@ -44,7 +44,7 @@ def play(
     costs = []
     for difficulty in difficulties:
         said = traffic(rng, batch, difficulty)
-        exits = controller.policy.exits_by(said)
+        exits = controller.policy.exits_from_scores(said)
         controller.update(exits, said[exits, np.arange(batch)] if tell else None)
         costs.append(np.asarray(COSTS)[exits].mean())
     return np.array(costs)
@@ -103,7 +103,9 @@ class TestHolds:
     def test_the_mean_returns_to_the_budget(self, difficulty: float, batch: int, tell: bool) -> None:
         """Traffic that costs from half as much to twice as much as that which thresholds were fitted on."""
         policy = fitted()
-        alone = np.asarray(COSTS)[policy.exits_by(traffic(np.random.default_rng(5), 20_000, difficulty))].mean()
+        alone = np.asarray(COSTS)[
+            policy.exits_from_scores(traffic(np.random.default_rng(5), 20_000, difficulty))
+        ].mean()
         assert abs(alone - 3.5) > 0.05 * 3.5
         controller = ew.BudgetController(policy, 3.5)
         batches = 20_000 // batch
@@ -194,11 +196,11 @@ class TestState:
             ({"version": 2}, "must hold a controller of version 1"),
             ({"format": "exitwise.policy"}, "must hold a controller"),
             ({"state": {"shift": 0.0}}, "not a usable controller"),
-            ({"state": {"shift": "far", "slope": 1.0}}, "shift must be a finite number, but is 'far'"),
+            ({"state": {"shift": "far", "slope": 1.0}}, "`shift` must be a number, but got 'far'"),
             ({"state": {"shift": 0.0, "slope": 1.0, "colour": 1}}, "not a usable controller"),
             ({"state": None}, "not a usable controller"),
-            ({"state": {"shift": 0.0, "slope": 0.0}}, "slope must be positive"),
-            ({"state": {"shift": 0.0, "slope": 1.0, "samples": -5}}, "samples not negative"),
+            ({"state": {"shift": 0.0, "slope": 0.0}}, "`slope` must be positive"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "samples": -5}}, "`samples` not negative"),
             ({"budget": 100}, "`budget` must lie between"),
             ({"policy": {"thresholds": [0.5]}}, "the last -inf"),
             ({"policy": None}, "not a usable controller"),
@@ -243,11 +245,11 @@ def test_the_slope_is_that_of_the_cost() -> None:
     policy = fitted()
     controller = ew.BudgetController(policy, 3.5, horizon=10**6)
     said = traffic(np.random.default_rng(9), 200_000, 0.0)
-    exits = policy.exits_by(said)
+    exits = policy.exits_from_scores(said)
     for _ in range(30):
-        controller._learn_slope(exits, said[exits, np.arange(len(exits))])
+        controller._update_slope(exits, said[exits, np.arange(len(exits))])
     costs = np.asarray(COSTS)
-    true = (costs[policy.shifted(0.1).exits_by(said)].mean() - costs[exits].mean()) / 0.1
+    true = (costs[policy.shifted(0.1).exits_from_scores(said)].mean() - costs[exits].mean()) / 0.1
     assert 0.4 * true < controller.state.slope < 1.2 * true  # who goes on may go further than to the next exit
 
 

@@ -212,7 +212,7 @@ class TestOptimized:
         budget = float(costs[0] + part * (costs[-1] - costs[0]))
         best = best_of_all_cuts(exit_scores(probs), (probs.argmax(axis=2) == labels).astype(float), costs, budget)
         search = CutoffSearch(exit_scores(probs), costs, {"labels": (probs.argmax(axis=2) == labels).astype(float)})
-        assert best - search.mean("labels", search.cuts("labels", budget)) <= 1 / samples + 1e-9
+        assert best - search.mean_value("labels", search.find_cutoffs("labels", budget)) <= 1 / samples + 1e-9
 
     def test_knows_that_deeper_can_be_worse(self) -> None:
         probs, labels = overthinking(0)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from exitwise.calibration.laplace import Curvature
 from exitwise.core import tensorfiles
+from exitwise.core.checks import check_integer
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
+from exitwise.core.held_out import split_held_out
 from exitwise.core.memory import align_fields
-from exitwise.core.seeds import as_generator
+from exitwise.core.predictions import Array
 
 FORMAT, VERSION = "exitwise.trace", 1
 
@@ -36,8 +38,9 @@ class Split:
     def __repr__(self) -> str:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
 
-    def take(self, samples: Tensor) -> "Split":
+    def take(self, samples: Tensor | Array) -> "Split":
         """Some of the samples, by their positions (m,) or a mask (n,)."""
+        samples = torch.as_tensor(samples)
         index = None if self.index is None else self.index[samples]
         return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
 
@@ -106,14 +109,25 @@ class Trace:
         return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
 
     def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:
-        """The trace with fewer validation samples, and those, a share of all n: for a certificate, which takes samples
-        that neither temperature, prior nor thresholds have seen."""
-        held = round(len(self.val) * share) if 0 < share < 1 else 0
-        if not 0 < held < len(self.val):
-            raise InputError(f"`share` must leave and take some of {len(self.val)} samples, but got {share!r}")
-        order = torch.randperm(len(self.val), generator=as_generator(seed))
-        hold, rest = order[:held].sort().values, order[held:].sort().values
-        return replace(self, val=self.val.take(rest)), self.val.take(hold)
+        """Hold out a share of the validation samples, for a certificate.
+
+        A certificate needs samples that were used for neither temperature, prior nor thresholds. A seed holds out the
+        same samples here as in `fit_policy`.
+
+        Args:
+            share: Fraction of the n validation samples to hold out.
+            seed: Seed of the draw, or a generator to draw the seed from.
+
+        Returns:
+            The trace with the remaining validation samples, and the held-out samples.
+
+        Raises:
+            InputError: If no sample would be held out, or none would remain.
+        """
+        if isinstance(seed, torch.Generator):
+            seed = int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
+        tune, held_out = split_held_out(len(self.val), share, check_integer("seed", seed, 0))
+        return replace(self, val=self.val.take(tune)), self.val.take(held_out)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write everything to one safetensors file; features as float32, or as float16 to halve it."""

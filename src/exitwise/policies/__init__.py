@@ -1,1 +1,1 @@
-"""Exit thresholds for a budget, certificates, and the controller."""
+"""Exit policies: thresholds for a budget, certificates, and the budget controller."""

@@ -1,14 +1,14 @@
-"""A budget that holds while traffic changes: the policy is moved along its family by what it has cost. NumPy alone."""
+"""Budget controller: keeps the mean cost at a budget while inputs change, by shifting a policy. NumPy only."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import exp, isfinite
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from exitwise.core.checks import is_number
+from exitwise.core.checks import check_between, check_integer, check_number
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
@@ -17,32 +17,41 @@ from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.controller", 1
 
-_MAX_SHIFT = 4.0  # doubt counts 55 times as much, or as little: beyond that nearly nothing changes any more
-_SLOPE_PROBE = 0.25  # shifts within which who has just left is counted, to see how steeply the cost grows
+_MAX_SHIFT = 4.0  # distances to full certainty times 1/55 or 55: beyond that almost no exit changes
+_SLOPE_PROBE = 0.25  # shift that estimates how steeply the cost grows
 
 
 @dataclass(frozen=True)
 class BudgetState:
-    """What a controller knows: the shift of its policy, what is owed, and how steeply the cost grows with the shift."""
+    """State of a controller: the shift of its policy, the slope of the cost, and the accumulated overspend.
+
+    Args:
+        shift: Shift of the policy; see `Policy.shifted`.
+        slope: Growth of the mean cost per unit of shift.
+        debt: Accumulated overspend: cost of samples beyond the budget, summed, with exponential forgetting.
+        samples: Number of samples so far.
+        spent: Cost of all samples so far.
+    """
 
     shift: float
     slope: float
-    debt: float = 0.0  # what samples cost beyond the budget, summed, old ones forgotten little by little
+    debt: float = 0.0
     samples: int = 0
     spent: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not is_number(value) or not isfinite(value):
-                raise InputError(f"{name} must be a finite number, but is {value!r}")
+            check_number(name, value)
         if self.slope <= 0 or self.samples < 0:
-            raise InputError(f"slope must be positive and samples not negative, but are {self.slope}, {self.samples}")
+            raise InputError(
+                f"`slope` must be positive and `samples` not negative, but got {self.slope} and {self.samples}"
+            )
 
 
 class BudgetController:
-    """Keeps the running mean cost at a budget, without labels, whatever comes.
+    """Keeps the running mean cost at a budget, without labels, while inputs change.
 
-    Use `policy` for a batch, then tell `update` at which exits its samples left and, if known, with which scores:
+    Use `policy` for a batch, then call `update` with the exits that its samples took and, if known, their scores:
 
         controller = ew.BudgetController(policy, budget)
         for images in batches:
@@ -50,11 +59,29 @@ class BudgetController:
             answers = classifier(images)
             controller.update(answers.exits, answers.probs.max(dim=1).values)
 
-    It moves along `Policy.shifted`, by what the last samples cost beyond the budget and by what is still owed from
-    before. `horizon` is over how many samples, and at least ten batches, a debt is paid back, `step` the most that one
-    batch may move the policy. A debt that cannot be paid, the policy being at its end, is not added to: when traffic
-    changes again, the controller is there at once. A policy that means to spend less than its budget is made cheaper
-    where need be, never dearer. `Classifier.stream` does all this by itself if it is given a controller.
+    `Classifier.stream` does this itself if it is given a controller.
+
+    The controller moves along `Policy.shifted`, by the overspend of the last batch and by the accumulated overspend.
+    Anti-windup: overspend is not accumulated while the shift is at its limit, so the controller reacts immediately when
+    inputs change. A policy that is fitted to spend less than its budget is made cheaper if needed, never more
+    expensive.
+
+    Args:
+        policy: A policy with costs, such as those of `fit_policy`. It stays available as `base_policy`.
+        budget: Mean cost per sample to keep, in the policy's unit; by default the policy's own budget.
+        horizon: Number of samples, at least ten batches, over which accumulated overspend is compensated.
+        step: Largest change of the shift per batch.
+
+    Raises:
+        InputError: If the policy has no costs, the budget is out of reach, or a number is out of range.
+
+    Example:
+        >>> import exitwise as ew
+        >>> policy = ew.Policy((0.8, float("-inf")), costs=(1.0, 3.0), budget=2.0)
+        >>> controller = ew.BudgetController(policy)
+        >>> cheaper = controller.update([1, 1, 1, 0])  # three of four samples took the expensive exit
+        >>> controller.mean_cost, cheaper.thresholds[0] < 0.8
+        (2.5, True)
     """
 
     def __init__(self, policy: Policy, budget: float | None = None, *, horizon: int = 640, step: float = 0.5) -> None:
@@ -64,26 +91,39 @@ class BudgetController:
             raise InputError("`policy` must know its costs: use one that `fit_policy` made")
         budget = policy.budget if budget is None else budget
         Costs(policy.costs, policy.unit).check_budget(budget)
-        if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
-            raise InputError(f"`horizon` must be a whole number of at least 1, but got {horizon!r}")
-        if not is_number(step) or not 0 < step < _MAX_SHIFT:
-            raise InputError(f"`step` must be a number between 0 and {_MAX_SHIFT:g}, but got {step!r}")
+        self.horizon = check_integer("horizon", horizon, 1)
+        self.step = check_between("step", step, 0, _MAX_SHIFT)
         self.base_policy, self.budget = policy, float(budget or 0.0)
-        self.horizon, self.step = horizon, float(step)
-        self.state = BudgetState(shift=0.0, slope=self._usual_slope)
+        self.state = BudgetState(shift=0.0, slope=self._default_slope)
+
+    @property
+    def fitted(self) -> Policy:
+        """The policy without a shift: older name of `base_policy`."""
+        return self.base_policy
 
     @property
     def policy(self) -> Policy:
-        """For the next batch."""
+        """Policy for the next batch."""
         return self.base_policy.shifted(self.state.shift)
 
     @property
     def mean_cost(self) -> float:
-        """Of all samples so far."""
+        """Mean cost of all samples so far."""
         return self.state.spent / self.state.samples if self.state.samples else 0.0
 
     def update(self, exits: Any, scores: Any = None) -> Policy:
-        """Learn from a batch: exits (n,), and scores (n,) at those exits, in any order. The policy for the next one."""
+        """Update the state with a batch.
+
+        Args:
+            exits: Exits (n,) that the samples took, in any order.
+            scores: Scores (n,) of the samples at those exits, in the same order, to estimate the slope of the cost.
+
+        Returns:
+            The policy for the next batch.
+
+        Raises:
+            InputError: If `exits` are not valid exits, or `scores` are not as many finite numbers.
+        """
         taken = to_array("exits", exits)
         last = len(self.base_policy.thresholds) - 1
         if taken.shape == (0,):
@@ -93,55 +133,56 @@ class BudgetController:
         if not 0 <= taken.min() <= taken.max() <= last:
             raise InputError(f"`exits` must lie in 0..{last}, but reach from {taken.min()} to {taken.max()}")
         if scores is not None:
-            found = to_array("scores", scores)
-            if found.shape != taken.shape or not np.issubdtype(found.dtype, np.number) or not np.isfinite(found).all():
-                raise InputError(f"`scores` must be {len(taken)} finite numbers, but got {found.dtype} {found.shape}")
-            self._learn_slope(taken, found.astype(np.float64))
-        self._move(taken)
+            values = to_array("scores", scores)
+            is_numeric = np.issubdtype(values.dtype, np.number)
+            if values.shape != taken.shape or not is_numeric or not np.isfinite(values).all():
+                raise InputError(f"`scores` must be {len(taken)} finite numbers, but got {values.dtype} {values.shape}")
+            self._update_slope(taken, values.astype(np.float64))
+        self._update_shift(taken)
         return self.policy
 
-    def _move(self, taken: Array) -> None:
+    def _update_shift(self, taken: Array) -> None:
+        """Move the shift by the overspend of the batch and by the accumulated overspend."""
         state, n = self.state, len(taken)
-        paid = float(np.asarray(self.base_policy.costs)[taken].sum())
-        over = paid / n - self.budget
+        cost = float(np.asarray(self.base_policy.costs)[taken].sum())
+        overspend = cost / n - self.budget
         horizon = max(self.horizon, 10 * n)
-        keep = exp(-n / horizon)
-        debt = keep * state.debt + n * over
-        # The last batch and the debt, weighted so that the way back has no overshoot; a small batch says little.
-        trust = n / (n + horizon / 10)
-        wanted = -(trust * over + (1 - trust) * debt / horizon)
-        move = min(max(wanted / state.slope, -self.step), self.step)
-        shift = min(max(state.shift + move, -_MAX_SHIFT), self._most)
-        at_its_end = shift == state.shift and move != 0
+        debt = exp(-n / horizon) * state.debt + n * overspend
+        # Both are weighted so that the response has no overshoot; a small batch gets little weight.
+        batch_weight = n / (n + horizon / 10)
+        correction = -(batch_weight * overspend + (1 - batch_weight) * debt / horizon)
+        move = min(max(correction / state.slope, -self.step), self.step)
+        shift = min(max(state.shift + move, -_MAX_SHIFT), self._max_shift)
+        at_limit = shift == state.shift and move != 0
         self.state = BudgetState(
-            shift, state.slope, state.debt if at_its_end else debt, state.samples + n, state.spent + paid
+            shift, state.slope, state.debt if at_limit else debt, state.samples + n, state.spent + cost
         )
 
     @property
-    def _most(self) -> float:
-        """How careful the policy may become."""
-        made = self.base_policy
-        saves = made.cost is not None and made.budget is not None and made.cost < 0.98 * made.budget
+    def _max_shift(self) -> float:
+        """Largest shift allowed: none for a policy that is fitted to spend less than its budget."""
+        policy = self.base_policy
+        saves = policy.cost is not None and policy.budget is not None and policy.cost < 0.98 * policy.budget
         return 0.0 if saves else _MAX_SHIFT
 
     @property
-    def _usual_slope(self) -> float:
-        """What the cost grows by per unit of shift, where nothing is known: half of the way to the last exit."""
+    def _default_slope(self) -> float:
+        """Slope of the cost without any data: half of the cost range per unit of shift."""
         costs = self.base_policy.costs or (0.0, 1.0)
         return (costs[-1] - costs[0]) / 2 or 1.0
 
-    def _learn_slope(self, taken: Array, scores: Array) -> None:
-        """Who left with a score just above the threshold would have gone on, had the policy been more careful."""
+    def _update_slope(self, taken: Array, scores: Array) -> None:
+        """Estimate the cost slope from samples that exited just above the threshold."""
         costs = np.asarray(self.base_policy.costs)
-        ahead = np.append(np.diff(costs), 0.0)  # at least to the next exit
-        nearly = scores < np.asarray(self.policy.shifted(_SLOPE_PROBE).thresholds)[taken]
-        slope = float((ahead[taken] * nearly).mean()) / _SLOPE_PROBE
+        extra_cost = np.append(np.diff(costs), 0.0)  # a lower bound: to the next exit only
+        would_continue = scores < np.asarray(self.policy.shifted(_SLOPE_PROBE).thresholds)[taken]
+        slope = float((extra_cost[taken] * would_continue).mean()) / _SLOPE_PROBE
         keep = exp(-len(taken) / self.horizon)
-        mixed = keep * self.state.slope + (1 - keep) * slope
-        self.state = replace(self.state, slope=max(mixed, self._usual_slope / 8))
+        average = keep * self.state.slope + (1 - keep) * slope
+        self.state = replace(self.state, slope=max(average, self._default_slope / 8))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Return the policy, the settings and the state as a JSON-serializable dict."""
         return {
             "policy": self.base_policy.to_dict(),
             "budget": self.budget,
@@ -152,7 +193,7 @@ class BudgetController:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "BudgetController":
-        """What `to_dict` gave, checked: it may come from a file."""
+        """Make a controller from the result of `to_dict`; raise `InputError` if it is invalid."""
         try:
             policy = Policy.from_dict(data["policy"])
             controller = cls(policy, data["budget"], horizon=data["horizon"], step=data["step"])
@@ -162,12 +203,12 @@ class BudgetController:
         return controller
 
     def save(self, path: str | Path) -> None:
-        """Everything, so that another process goes on from here."""
+        """Write everything to a JSON file, so that another process can resume."""
         write_json(Path(path), {"format": FORMAT, "version": VERSION, **self.to_dict()})
 
     @classmethod
     def load(cls, path: str | Path) -> "BudgetController":
-        """Read and check what `save` wrote; it goes on from there."""
+        """Resume from a file that `save` wrote; raise `InputError` that names the file if it is invalid."""
         data = read_json(Path(path))
         if data.get("format") != FORMAT or data.get("version") != VERSION:
             raise InputError(f"{path} must hold a controller of version {VERSION}")

@@ -1,4 +1,4 @@
-"""Thresholds as cuts in the order of the scores: whole numbers, on which searching is quick. NumPy alone."""
+"""Thresholds as cutoffs, ranks in the sorted scores: integers, which are fast to search over. NumPy only."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,129 +9,138 @@ import numpy as np
 
 from exitwise.core.predictions import Array
 
-_SWEEPS = 10  # of a search over all exits; nearly all end after three
+_MAX_SWEEPS = 10  # over all exits in a coordinate ascent; nearly all end after three
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreRanking:
-    """Samples in the order of their scores (K, n) at every exit but the last, which takes everyone.
+    """Samples ranked by their scores (K, n) at every exit but the last, where all remaining samples exit.
 
-    Cuts (K - 1,) say how many of all samples, the most certain first, an exit would let go; those who have left before
-    are among them. Samples with equal scores cannot be parted: cuts lie at `ends` (K - 1, n + 1) of such runs.
+    Cutoffs (K - 1,) are the numbers of samples, among all and the most certain first, that score above each exit's
+    threshold; samples that exited before are counted too. Ties cannot be separated: `valid_cutoffs` (K - 1, n + 1) lie
+    at the ends of runs of ties.
     """
 
     scores: Array
 
     @cached_property
     def order(self) -> Array:
-        """(K - 1, n) samples, the most certain first."""
+        """Samples (K - 1, n), the most certain first."""
         return np.argsort(-self.scores[:-1], axis=1, kind="stable")
 
     @cached_property
     def rank(self) -> Array:
-        """(K - 1, n) the place of every sample in that order."""
+        """Position (K - 1, n) of every sample in `order`."""
         rank = np.empty_like(self.order)
         np.put_along_axis(rank, self.order, np.arange(self.samples)[None], axis=1)
         return rank
 
     @cached_property
     def valid_cutoffs(self) -> Array:
-        """(K - 1, n + 1) whether a cut may lie there."""
+        """Mask (K - 1, n + 1) of the cutoffs that do not separate ties."""
         ordered = np.take_along_axis(self.scores[:-1], self.order, axis=1)
-        ends = np.ones((len(ordered), self.samples + 1), dtype=bool)
-        ends[:, 1:-1] = ordered[:, 1:] != ordered[:, :-1]
-        return ends
+        valid = np.ones((len(ordered), self.samples + 1), dtype=bool)
+        valid[:, 1:-1] = ordered[:, 1:] != ordered[:, :-1]
+        return valid
 
     @property
     def samples(self) -> int:
+        """Number of samples, n."""
         return int(self.scores.shape[1])
 
-    def exit_mask(self, cuts: Array) -> Array:
-        """(K, n) whether an exit lets a sample go that comes as far."""
-        leave = np.ones(self.scores.shape, dtype=bool)
-        np.less(self.rank, cuts[:, None], out=leave[:-1])
-        return leave
+    def exit_mask(self, cutoffs: Array) -> Array:
+        """Return the mask (K, n) of the samples that exit at each exit if they reach it."""
+        mask = np.ones(self.scores.shape, dtype=bool)
+        np.less(self.rank, cutoffs[:, None], out=mask[:-1])
+        return mask
 
-    def exits(self, cuts: Array) -> Array:
-        """(n,) the exit that each sample takes."""
-        return np.asarray(self.exit_mask(cuts).argmax(axis=0))
+    def exits(self, cutoffs: Array) -> Array:
+        """Return the exit (n,) that each sample takes."""
+        return np.asarray(self.exit_mask(cutoffs).argmax(axis=0))
 
     def cutoffs_for_counts(self, counts: Array) -> Array:
-        """Cuts that let `counts` (K,) samples leave at each exit, or nobody where fewer are left."""
-        cuts = np.zeros(len(self.scores) - 1, dtype=np.int64)
-        here = np.ones(self.samples, dtype=bool)
-        left = self.samples
+        """Return cutoffs at which `counts` (K,) samples exit; none exit where fewer than that remain.
+
+        Samples tied with the last of them exit too.
+        """
+        cutoffs = np.zeros(len(self.scores) - 1, dtype=np.int64)
+        active = np.ones(self.samples, dtype=bool)
+        remaining = self.samples
         for k, count in enumerate(counts[:-1].astype(np.int64).tolist()):
-            if 0 < count <= left:
-                place = np.flatnonzero(here[self.order[k]])[count - 1] + 1
-                cuts[k] = (
-                    place + self.valid_cutoffs[k, place:].argmax()
-                )  # who cannot be parted from the last leaves too
-                here[self.order[k, : cuts[k]]] = False
-                left = int(np.count_nonzero(here))
-        return cuts
+            if 0 < count <= remaining:
+                position = np.flatnonzero(active[self.order[k]])[count - 1] + 1
+                cutoffs[k] = position + self.valid_cutoffs[k, position:].argmax()
+                active[self.order[k, : cutoffs[k]]] = False
+                remaining = int(np.count_nonzero(active))
+        return cutoffs
 
-    def thresholds(self, cuts: Array) -> tuple[float, ...]:
-        """The same as thresholds, midway between those who leave and those who go on."""
-        leave = self.exit_mask(cuts)
-        here = np.ones(self.samples, dtype=bool)
-        found = []
-        for row, gone in zip(self.scores[:-1], leave[:-1], strict=True):
-            goes, stays = row[here & gone], row[here & ~gone]
-            low, high = stays.max(initial=-inf), goes.min(initial=inf)
-            # Nothing may lie between neighbouring numbers: then the upper one.
+    def thresholds(self, cutoffs: Array) -> tuple[float, ...]:
+        """Return thresholds (K,) midway between the scores of samples that exit and of samples that continue."""
+        active = np.ones(self.samples, dtype=bool)
+        thresholds = []
+        for scores, mask in zip(self.scores[:-1], self.exit_mask(cutoffs)[:-1], strict=True):
+            exiting, continuing = scores[active & mask], scores[active & ~mask]
+            low, high = continuing.max(initial=-inf), exiting.min(initial=inf)
+            # No number may lie between neighboring floats: then the upper one.
             middle = low if low == -inf else high if high == inf else (low + high) / 2
-            found.append(float(inf if not len(goes) else middle if middle > low or low == -inf else high))
-            here &= ~gone
-        return (*found, -inf)
+            thresholds.append(float(inf if not len(exiting) else middle if middle > low or low == -inf else high))
+            active &= ~mask
+        return (*thresholds, -inf)
 
-    def coordinate_ascent(self, values: Array, cuts: Array) -> Array:
-        """Cuts of which none can be moved, the others as they are, to a larger sum of values (K, n) at the exits."""
-        cuts = cuts.copy()
-        for _ in range(_SWEEPS):
-            before = cuts.copy()
-            for k, (sums,) in self._gains([values], cuts):
+    def coordinate_ascent(self, values: Array, cutoffs: Array) -> Array:
+        """Maximize the sum of values (K, n) at the exits taken by coordinate ascent on the cutoffs.
+
+        Return a local maximum: moving a single cutoff does not increase the sum.
+        """
+        cutoffs = cutoffs.copy()
+        for _ in range(_MAX_SWEEPS):
+            before = cutoffs.copy()
+            for k, (sums,) in self._iter_gains([values], cutoffs):
                 sums[~self.valid_cutoffs[k]] = -inf
                 best = int(sums.argmax())
-                if sums[best] > sums[cuts[k]] + 1e-9:
-                    cuts[k] = best
-            if (cuts == before).all():
+                if sums[best] > sums[cutoffs[k]] + 1e-9:
+                    cutoffs[k] = best
+            if (cutoffs == before).all():
                 break
-        return cuts
+        return cutoffs
 
-    def coordinate_ascent_within(self, values: Array, costs: Array, budget: float, cuts: Array) -> Array:
-        """The same among cuts of a mean cost of at most `budget`, from `cuts` that are; of equals the cheapest."""
-        cuts = cuts.copy()
-        spent = costs[self.exits(cuts)].sum()
-        most = budget * self.samples * (1 + 1e-12)
-        both = [values, np.broadcast_to(costs[:, None], values.shape)]
-        for _ in range(_SWEEPS):
-            before = cuts.copy()
-            for k, (sums, paid) in self._gains(both, cuts):
-                now, paid_now = sums[cuts[k]], paid[cuts[k]]
-                sums[~self.valid_cutoffs[k] | (spent + paid - paid_now > most)] = -inf
+    def coordinate_ascent_within(self, values: Array, costs: Array, budget: float, cutoffs: Array) -> Array:
+        """Maximize the sum of values (K, n) by coordinate ascent on cutoffs with a mean cost of at most `budget`.
+
+        Start from `cutoffs` within the budget. Among equal sums the cheapest is taken.
+        """
+        cutoffs = cutoffs.copy()
+        spent = costs[self.exits(cutoffs)].sum()
+        max_cost = budget * self.samples * (1 + 1e-12)
+        values_and_costs = [values, np.broadcast_to(costs[:, None], values.shape)]
+        for _ in range(_MAX_SWEEPS):
+            before = cutoffs.copy()
+            for k, (sums, paid) in self._iter_gains(values_and_costs, cutoffs):
+                current, current_paid = sums[cutoffs[k]], paid[cutoffs[k]]
+                sums[~self.valid_cutoffs[k] | (spent + paid - current_paid > max_cost)] = -inf
                 equal = np.flatnonzero(sums >= sums.max() - 1e-9)
                 best = equal[paid[equal].argmin()]
-                if sums[best] > now + 1e-9 or paid[best] < paid_now - 1e-12 * most:
-                    spent += paid[best] - paid_now
-                    cuts[k] = best
-            if (cuts == before).all():
+                if sums[best] > current + 1e-9 or paid[best] < current_paid - 1e-12 * max_cost:
+                    spent += paid[best] - current_paid
+                    cutoffs[k] = best
+            if (cutoffs == before).all():
                 break
-        return cuts
+        return cutoffs
 
-    def _gains(self, values: Sequence[Array], cuts: Array) -> Iterator[tuple[int, list[Array]]]:
-        """Every exit, the last first, with what letting the r most certain go there would add, r = 0..n, (n + 1,) each.
+    def _iter_gains(self, values: Sequence[Array], cutoffs: Array) -> Iterator[tuple[int, list[Array]]]:
+        """Iterate over exits from last to first; yield the gain (n + 1,) of letting the r most certain samples exit.
 
-        For every one of the values (K, n). Cuts may be changed on the way: exits before see the change.
+        r is 0..n, and there is one gain for each of the values (K, n). The caller may change `cutoffs` while iterating:
+        earlier exits use the change.
         """
-        leave = self.exit_mask(cuts)
-        here = np.ones_like(leave)  # who comes as far
-        for k in range(1, len(leave)):
-            np.logical_and(here[k - 1], ~leave[k - 1], out=here[k])
-        ahead = [value[-1] for value in values]  # what a sample gets that goes on
-        for k in reversed(range(len(cuts))):
-            pairs = list(zip(values, ahead, strict=True))
-            gains = [np.where(here[k], value[k] - later, 0.0)[self.order[k]] for value, later in pairs]
+        mask = self.exit_mask(cutoffs)
+        active = np.ones_like(mask)  # samples that reach each exit
+        for k in range(1, len(mask)):
+            np.logical_and(active[k - 1], ~mask[k - 1], out=active[k])
+        values_later = [value[-1] for value in values]  # of samples that continue
+        for k in reversed(range(len(cutoffs))):
+            pairs = list(zip(values, values_later, strict=True))
+            gains = [np.where(active[k], value[k] - later, 0.0)[self.order[k]] for value, later in pairs]
             yield k, [np.concatenate([[0.0], gain.cumsum()]) for gain in gains]
-            gone = self.rank[k] < cuts[k]
-            ahead = [np.where(gone, value[k], later) for value, later in pairs]
+            exiting = self.rank[k] < cutoffs[k]
+            values_later = [np.where(exiting, value[k], later) for value, later in pairs]

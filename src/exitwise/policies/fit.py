@@ -1,4 +1,4 @@
-"""A budget becomes thresholds: the paper's family, or those that are best on validation data. NumPy alone."""
+"""Fit thresholds to a budget: the paper's geometric family, or the best on validation data. NumPy only."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from exitwise.core.checks import check_choice
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
+from exitwise.core.held_out import split_held_out as split_held_out
 from exitwise.core.predictions import Array, Predictions, check_labels, log_true
 from exitwise.policies.certificate import Certificate
 from exitwise.policies.certify import PolicyOutcomes, nested_cheaper_policies, select_certified
@@ -19,11 +21,11 @@ from exitwise.policies.scores import check_score, exit_scores
 
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
 FOLDS = 5
-_SAVES = 0.03  # of the cost: from there on cheaper is reason enough to be chosen, if it does no worse
-_BUDGETS = 101  # that are tried for the cheapest policy that keeps to a risk
+_MIN_SAVING = 0.03  # of the cost: a candidate that saves more is preferred if it is not worse
+_NUM_RISK_BUDGETS = 101  # budgets to try for the cheapest policy that meets a risk
 
-# What is maximised: what is true of each sample, the same smoothed along the scores, or what the net itself expects.
-_SOURCES = {"labels": "optimized", "smoothed": "optimized", "expected": "label_free"}
+# Strategy of each value to maximize: with labels, with labels smoothed along the scores, with the net's own confidence.
+_STRATEGY_OF_VALUE = {"labels": "optimized", "smoothed": "optimized", "expected": "label_free"}
 
 
 def fit_policy(
@@ -36,62 +38,111 @@ def fit_policy(
     score: str = "confidence",
     objective: str = "accuracy",
     certify: Certificate | None = None,
+    held_out: Any = None,
+    held_out_labels: Any = None,
+    reference: Any = None,
     hold: Any = None,
     hold_labels: Any = None,
     against: Any = None,
 ) -> Policy:
-    """Thresholds whose mean cost on these predictions is at most the budget, in the unit of the costs, per sample.
+    """Fit thresholds whose mean cost per sample on these predictions is at most the budget.
 
-    `preds` (K, n, c), `labels` (n,), `costs` (K,).
+    Strategies:
 
     - `geometric`: the paper's shares q^k with a continuous q, bisected until the cost meets the budget. No labels.
     - `optimized`: the largest accuracy (or with `objective="nlpd"` the smallest NLPD) on the labels; spends less than
-      the budget where going deeper does harm. Never below `geometric` on these samples; where it is not clearly better
-      on samples that it was not fitted on (cross-fitting), nor cheaper, it is `geometric`.
-    - `label_free`: the same, but with the net's own confidence in place of labels, for traffic that has none. As good
+      the budget where later exits are worse. Never below `geometric` on these samples. It falls back to `geometric` if
+      it is neither clearly better on out-of-fold samples (cross-fitting) nor cheaper.
+    - `label_free`: like `optimized`, but with the net's own confidence instead of labels, for unlabeled inputs. As good
       as the confidence is calibrated.
-    - `auto`: whichever of them does best on samples that it was not fitted on; without labels `geometric`, as an
-      overconfident net is a bad judge of itself.
+    - `auto`: the strategy that is best on out-of-fold samples; without labels `geometric`, because an overconfident net
+      overestimates its own accuracy. `geometric` if a `risk` is certified.
 
-    `policy.fit` says what was chosen and how it did on samples not fitted on. Thresholds lie midway between scores;
-    equal scores are parted by a hash of the sample's probabilities.
+    Thresholds lie midway between scores; ties are broken by a hash of the sample's probabilities.
 
-    With `certify`, the policy is guaranteed to keep to the budget on fresh samples, and says so in `policy.guarantee`.
-    That takes samples that nothing was tuned or fitted on: predictions `hold` (K, m, c) with `hold_labels` (m,), or, if
-    none are given, a part of these samples, which then must not have been used for calibration either. Losses are
-    measured against the last exit, or against the last of other predictions, such as the plain net's: `against`, of any
-    number of exits, on the samples of `hold`, or of `preds` if none are given. Where a `risk` is certified, `auto` is
-    `geometric`; without a budget it is the cheapest policy that keeps to the risk.
+    With `certify`, the policy is guaranteed to meet the budget on fresh samples. The certificate needs held-out
+    samples: samples that were used neither for calibration nor for thresholds.
+
+    Args:
+        preds: Predictions, or probabilities (K, n, c).
+        labels: True classes (n,). Needed by `optimized`, and to certify a loss in accuracy.
+        costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
+        budget: Largest mean cost per sample, in the unit of `costs`. With None and a certified risk, the cheapest
+            policy that meets the risk is returned.
+        strategy: "auto", "geometric", "optimized" or "label_free".
+        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience".
+        objective: "accuracy" or "nlpd".
+        certify: Guarantee to certify.
+        held_out: Predictions (K, m, c) on held-out samples. By default a part of the samples of `preds` is held out,
+            which then must not have been used for calibration either.
+        held_out_labels: True classes (m,) of the held-out samples.
+        reference: Predictions (any exits, m, c) on the samples of `held_out`, or (any exits, n, c) on those of `preds`
+            if none are given. Losses are measured against their last exit, for example the vanilla net's; by default
+            against the last exit of `held_out`.
+        hold: Older name of `held_out`.
+        hold_labels: Older name of `held_out_labels`.
+        against: Older name of `reference`.
+
+    Returns:
+        The policy. `policy.fit` holds the chosen strategy and its out-of-fold performance, `policy.guarantee` what was
+        certified.
+
+    Raises:
+        NotCertifiedError: If the held-out samples certify no policy. The message names the sample size that suffices.
+        InputError: If an argument is invalid or out of reach, or is given under both names.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> preds = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
+        >>> policy = ew.fit_policy(preds, costs=trace.costs, budget=2e7)
+        >>> policy.fit.chosen, len(policy.thresholds), policy.cost <= 2e7
+        ('geometric', 4, True)
+        >>> certified = ew.fit_policy(preds, costs=trace.costs, budget=2e7, certify=ew.Certificate(0.05))
+        >>> certified.guarantee.num_held_out, certified.cost < policy.cost
+        (2500, True)
     """
+    held_out = _merge_alias("held_out", held_out, "hold", hold)
+    held_out_labels = _merge_alias("held_out_labels", held_out_labels, "hold_labels", hold_labels)
+    reference = _merge_alias("reference", reference, "against", against)
     if certify is None:
-        if hold is not None or hold_labels is not None or against is not None:
-            raise InputError("`hold`, `hold_labels` and `against` are for a certificate: give `certify`")
+        if held_out is not None or held_out_labels is not None or reference is not None:
+            raise InputError("`held_out`, `held_out_labels` and `reference` are for a certificate: give `certify`")
         return PolicyFitter(preds, labels, costs, score=score, objective=objective).fit(budget, strategy)
     if not isinstance(certify, Certificate):
         raise InputError(f"`certify` must be a Certificate, but got {certify!r}")
-    seed, reference = None, None
+    seed, tune_reference = None, None
     preds = Predictions.of(preds)
-    if hold is None:
-        if hold_labels is not None:
-            raise InputError("`hold_labels` need their predictions: give `hold`")
-        rest, held = split_held_out(preds.shape[1], certify.hold, certify.seed)
+    if held_out is None:
+        if held_out_labels is not None:
+            raise InputError("`held_out_labels` need their predictions: give `held_out`")
+        tune_positions, held_out_positions = split_held_out(preds.shape[1], certify.hold, certify.seed)
         seed = certify.seed
-        if against is not None:
-            whole = _of_samples(against, preds.shape[1])
-            reference, against = whole.take(rest), whole.take(held)
+        if reference is not None:
+            full_reference = _check_reference(reference, preds.shape[1])
+            tune_reference, reference = full_reference.take(tune_positions), full_reference.take(held_out_positions)
         if labels is not None:
-            known = check_labels(labels, preds.shape[1], preds.shape[2])
-            labels, hold_labels = known[rest], known[held]
-        hold, preds = preds.take(held), preds.take(rest)
+            all_labels = check_labels(labels, preds.shape[1], preds.shape[2])
+            labels, held_out_labels = all_labels[tune_positions], all_labels[held_out_positions]
+        held_out, preds = preds.take(held_out_positions), preds.take(tune_positions)
     fitter = PolicyFitter(preds, labels, costs, score=score, objective=objective)
-    return fitter.certify(certify, budget, strategy, Predictions.of(hold), hold_labels, against, reference, seed)
+    return fitter.certify(
+        certify, budget, strategy, Predictions.of(held_out), held_out_labels, reference, tune_reference, seed
+    )
 
 
-def _of_samples(against: Any, samples: int) -> Predictions:
-    found = Predictions.of(against)
-    if found.shape[1] != samples:
-        raise InputError(f"`against` must have the {samples} samples of `preds`, but has {found.shape[1]}")
-    return found
+def _merge_alias(name: str, value: Any, old_name: str, old_value: Any) -> Any:
+    """Return the argument that was given under its name or its older name."""
+    if value is not None and old_value is not None:
+        raise InputError(f"`{old_name}` is the older name of `{name}`: give only `{name}`, but got both")
+    return old_value if value is None else value
+
+
+def _check_reference(reference: Any, samples: int) -> Predictions:
+    preds = Predictions.of(reference)
+    if preds.shape[1] != samples:
+        raise InputError(f"`reference` must have the {samples} samples of `preds`, but has {preds.shape[1]}")
+    return preds
 
 
 def fit_policies(
@@ -104,9 +155,30 @@ def fit_policies(
     score: str = "confidence",
     objective: str = "accuracy",
 ) -> list[Policy]:
-    """`fit_policy` for many budgets, in their order, with what they share computed once.
+    """Fit a policy for each of several budgets, as `fit_policy` does, but faster: shared results are computed once.
 
-    `preds` (K, n, c), `labels` (n,), `costs` (K,).
+    Args:
+        preds: Predictions, or probabilities (K, n, c).
+        labels: True classes (n,). Needed by `optimized`.
+        costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
+        budgets: Largest mean costs per sample, in the unit of `costs`.
+        strategy: "auto", "geometric", "optimized" or "label_free"; see `fit_policy`.
+        score: Score that the thresholds apply to.
+        objective: "accuracy" or "nlpd".
+
+    Returns:
+        One policy per budget, in their order.
+
+    Raises:
+        InputError: If an argument is invalid, or a budget is out of reach.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> preds = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
+        >>> policies = ew.fit_policies(preds, costs=trace.costs, budgets=[1e7, 2e7, 3e7])
+        >>> [policy.cost <= policy.budget for policy in policies]
+        [True, True, True]
     """
     if not isinstance(budgets, Iterable):
         raise InputError(f"`budgets` must be several budgets, but got {budgets!r}")
@@ -114,28 +186,18 @@ def fit_policies(
     return [fitter.fit(budget, strategy) for budget in budgets]
 
 
-def split_held_out(samples: int, share: float, seed: int) -> tuple[Array, Array]:
-    """Positions to tune on and, a share of all, to hold out; each in their order."""
-    held = round(samples * share)
-    if not 0 < held < samples:
-        raise InputError(f"{samples} samples cannot be split into some to tune on and a share of {share} to hold out")
-    order = np.random.default_rng(seed).permutation(samples)
-    return np.sort(order[held:]), np.sort(order[:held])
-
-
 def check_fit_arguments(
     costs: Costs | Sequence[float], budget: Any, strategy: str, score: str, objective: str = "accuracy"
 ) -> None:
-    """Refuse what `fit_policy` cannot fulfil, before anything is computed for it."""
-    for name, value, known in (("strategy", strategy, STRATEGIES), ("objective", objective, OBJECTIVES)):
-        if value not in known:
-            raise InputError(f"`{name}` must be one of {', '.join(known)}, but got {value!r}")
+    """Raise `InputError` for arguments that `fit_policy` refuses, before any expensive computation."""
+    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("objective", objective, OBJECTIVES)
     check_score(score)
     Costs.of(costs).check_budget(budget)
 
 
 class PolicyFitter:
-    """Policies on one set of predictions, for any budget and by any strategy."""
+    """Fits policies on one set of predictions, for any budget and strategy."""
 
     def __init__(
         self,
@@ -146,6 +208,7 @@ class PolicyFitter:
         score: str = "confidence",
         objective: str = "accuracy",
     ) -> None:
+        """Check the arguments, which are those of `fit_policy`, and compute scores and values."""
         check_score(score)
         preds = Predictions.of(preds)
         exits, samples, classes = preds.shape
@@ -154,164 +217,185 @@ class PolicyFitter:
         if samples < exits:
             raise InputError(f"`preds` must have at least as many samples as exits, {exits}, but has {samples}")
         self.score, self.objective = score, objective
-        self._preds, self._table = preds, exit_scores(preds, score)
-        self._values = {"expected": _expected(preds, objective)}
+        self._preds, self._scores = preds, exit_scores(preds, score)
+        self._values = {"expected": _compute_expected_values(preds, objective)}
         self._labels = None if labels is None else check_labels(labels, samples, classes)
         if self._labels is not None:
-            self._values["labels"] = _true(preds, self._labels, objective)
-        self._whole = CutoffSearch(self._table, np.asarray(self.costs.values), self._values)
-        self._held: dict[tuple[float, str], Array] = {}
-        self._all = np.arange(samples)
+            self._values["labels"] = _compute_true_values(preds, self._labels, objective)
+        self._search = CutoffSearch(self._scores, np.asarray(self.costs.values), self._values)
+        self._cross_fitted: dict[tuple[float, str], Array] = {}
+        self._samples = np.arange(samples)
 
     def certify(
         self,
         certificate: Certificate,
         budget: float | None,
         strategy: str,
-        hold: Predictions,
-        hold_labels: Any = None,
-        against: Any = None,
-        tune_against: Predictions | None = None,
+        held_out: Predictions,
+        held_out_labels: Any = None,
+        reference: Any = None,
+        tune_reference: Predictions | None = None,
         seed: int | None = None,
     ) -> Policy:
-        """The policy for a budget that predictions of other samples certify; see `fit_policy`.
+        """Fit the policy for a budget and make it cheaper until the held-out samples certify it; see `fit_policy`.
 
-        `tune_against` is `against` on the samples of the fitter, for bounds that suit it; `seed` is what split them.
+        Args:
+            certificate: Guarantee to certify.
+            budget: Largest mean cost per sample, or None for the cheapest policy that meets the risk.
+            strategy: Strategy of `fit_policy`.
+            held_out: Predictions (K, m, c) on the held-out samples.
+            held_out_labels: Their true classes (m,).
+            reference: Predictions (any exits, m, c) on the held-out samples that losses are measured against.
+            tune_reference: The same net's predictions on the samples of the fitter, to choose tighter bounds.
+            seed: Seed of the split, to be recorded.
+
+        Returns:
+            The certified policy.
+
+        Raises:
+            NotCertifiedError: If the held-out samples certify no policy.
+            InputError: If an argument is invalid.
         """
         if budget is None and certificate.risk is None:
             raise InputError(
-                "`budget` is needed, unless the certificate is of a risk: then the cheapest policy is found"
+                "`budget` is needed, unless the certificate has a `risk`: then the cheapest policy is fitted"
             )
-        if hold.shape[::2] != self._preds.shape[::2]:
+        if held_out.shape[::2] != self._preds.shape[::2]:
             expected = self._preds.shape[::2]
             raise InputError(
-                f"`hold` must have the exits and classes of `preds`, {expected}, but has {hold.shape[::2]}"
+                f"`held_out` must have the exits and classes of `preds`, {expected}, but has {held_out.shape[::2]}"
             )
-        tune_full = (self._preds if tune_against is None else tune_against).predicted[-1]
-        reference = hold if against is None else Predictions.of(against)
-        if reference.shape[1:] != hold.shape[1:]:
+        tune_classes = (self._preds if tune_reference is None else tune_reference).predicted[-1]
+        reference_preds = held_out if reference is None else Predictions.of(reference)
+        if reference_preds.shape[1:] != held_out.shape[1:]:
             raise InputError(
-                f"`against` must have the samples and classes held out, {hold.shape[1:]}, but has {reference.shape[1:]}"
+                f"`reference` must have the samples and classes of `held_out`, {held_out.shape[1:]}, "
+                f"but has {reference_preds.shape[1:]}"
             )
         if certificate.risk == "accuracy":
-            if self._labels is None or hold_labels is None:
-                raise InputError("`labels` are needed to certify a loss in accuracy: 'disagreement' does without")
-            hold_labels = check_labels(hold_labels, hold.shape[1], hold.shape[2])
+            if self._labels is None or held_out_labels is None:
+                raise InputError("`labels` are needed to certify a loss in accuracy: 'disagreement' needs none")
+            held_out_labels = check_labels(held_out_labels, held_out.shape[1], held_out.shape[2])
         if strategy == "auto" and certificate.risk is not None:
-            strategy = "geometric"  # it differs least from the full net where there is much to spend
-        if budget is None:  # then all of the error is the risk's
+            strategy = "geometric"  # of all strategies it is closest to the last exit at large budgets
+        if budget is None:  # without a budget to certify, the risk may use the whole failure probability
             delta = certificate.risk_delta or certificate.budget_delta
             certificate = replace(certificate, budget_delta=None, risk_delta=delta)
             low, high = self.costs.values[0], self.costs.values[-1]
-            policies = [self.fit(float(each), strategy) for each in np.linspace(low, high, _BUDGETS)]
+            policies = [self.fit(float(tried), strategy) for tried in np.linspace(low, high, _NUM_RISK_BUDGETS)]
         else:
-            policies = nested_cheaper_policies(self.fit(budget, strategy), self._table, self.costs)
-        tune = PolicyOutcomes.from_predictions(policies, self._preds, certificate.risk, tune_full, self._labels)
-        held = PolicyOutcomes.from_predictions(policies, hold, certificate.risk, reference.predicted[-1], hold_labels)
-        made = select_certified(policies, tune, held, certificate, self.costs, budget, against is None, seed)
-        return replace(made, fit=self._fit_of(made, policies[-1].fit))
+            policies = nested_cheaper_policies(self.fit(budget, strategy), self._scores, self.costs)
+        risk, held_out_classes = certificate.risk, reference_preds.predicted[-1]
+        tune_outcomes = PolicyOutcomes.from_predictions(policies, self._preds, risk, tune_classes, self._labels)
+        outcomes = PolicyOutcomes.from_predictions(policies, held_out, risk, held_out_classes, held_out_labels)
+        is_last_exit = reference is None
+        policy = select_certified(
+            policies, tune_outcomes, outcomes, certificate, self.costs, budget, is_last_exit, seed
+        )
+        return replace(policy, fit=self._recompute_fit(policy, policies[-1].fit))
 
-    def _fit_of(self, policy: Policy, fit: PolicyFit | None) -> PolicyFit | None:
-        """The fit of the policy that a cheaper one was made from, with what is true of the cheaper one."""
+    def _recompute_fit(self, policy: Policy, fit: PolicyFit | None) -> PolicyFit | None:
+        """Return the original policy's fit, with `value` recomputed for the cheaper policy."""
         if fit is None or policy.fit is fit:
             return fit
-        judge = self._values["labels" if fit.labelled else "expected"]
-        value = float(judge[policy.exits_by(self._table), self._all].mean())
+        values = self._values["labels" if fit.labelled else "expected"]
+        value = float(values[policy.exits_from_scores(self._scores), self._samples].mean())
         return replace(fit, value=value if self.objective == "accuracy" else -value, held_out=None)
 
     def fit(self, budget: float | None, strategy: str = "auto") -> Policy:
+        """Fit the policy for a budget; see `fit_policy`."""
         check_fit_arguments(self.costs, budget, strategy, self.score, self.objective)
-        labelled = "labels" in self._values
-        if strategy == "optimized" and not labelled:
-            raise InputError("`labels` are needed for the strategy 'optimized': 'label_free' does without")
+        has_labels = "labels" in self._values
+        if strategy == "optimized" and not has_labels:
+            raise InputError("`labels` are needed for the strategy 'optimized': 'label_free' needs none")
         budget = float(budget or 0.0)
-        contenders = {
+        candidates = {
             "geometric": ("geometric",),
             "optimized": ("geometric", "labels", "smoothed"),
             "label_free": ("expected",),
-            "auto": ("geometric", *(_SOURCES if labelled else ())),
+            "auto": ("geometric", *(_STRATEGY_OF_VALUE if has_labels else ())),
         }[strategy]
-        judge = "labels" if labelled and strategy != "label_free" else "expected"
-        cuts = {name: self._whole.cuts(name, budget) for name in contenders}
-        values = {name: self._whole.mean(judge, found) for name, found in cuts.items()}
-        if "geometric" in values:  # what is below it on its own data is not asked any further
+        criterion = "labels" if has_labels and strategy != "label_free" else "expected"
+        cutoffs = {name: self._search.find_cutoffs(name, budget) for name in candidates}
+        values = {name: self._search.mean_value(criterion, cutoffs[name]) for name in candidates}
+        if "geometric" in values:  # drop candidates that are worse even on the samples that they were fitted on
             values = {name: value for name, value in values.items() if value >= values["geometric"] - 1e-12}
-        held = {name: self._cross_fitted_exits(name, budget) for name in values} if self._folds else {}
-        held_values = {name: self._values[judge][exits, self._all] for name, exits in held.items()}
-        best = self._select_strategy(held, held_values) if held else max(values, key=lambda name: values[name])
+        exits = {name: self._cross_fitted_exits(name, budget) for name in values} if self._folds else {}
+        held_out_values = {name: self._values[criterion][taken, self._samples] for name, taken in exits.items()}
+        best = self._select_strategy(exits, held_out_values) if exits else max(values, key=lambda name: values[name])
         sign = 1 if self.objective == "accuracy" else -1
         portfolio: dict[str, float] = {}
-        for name, each in held_values.items():
-            known = portfolio.get(_SOURCES.get(name, name), -inf)
-            portfolio[_SOURCES.get(name, name)] = max(known, float(each.mean()))
+        for name, sample_values in held_out_values.items():
+            candidate_strategy = _STRATEGY_OF_VALUE.get(name, name)
+            best_value = portfolio.get(candidate_strategy, -inf)
+            portfolio[candidate_strategy] = max(best_value, float(sample_values.mean()))
         fit = PolicyFit(
-            chosen=_SOURCES.get(best, best),
-            samples=self._table.shape[1],
+            chosen=_STRATEGY_OF_VALUE.get(best, best),
+            samples=self._scores.shape[1],
             objective=self.objective,
-            labelled=judge == "labels",
+            labelled=criterion == "labels",
             value=sign * float(values[best]),
-            held_out=sign * float(held_values[best].mean()) if held else None,
+            held_out=sign * float(held_out_values[best].mean()) if exits else None,
             portfolio={name: sign * value for name, value in portfolio.items()},
         )
-        q = self._whole.q(budget) if best == "geometric" else None
-        policy = Policy(
-            self._whole.thresholds(cuts[best]), self.score, self.costs.unit, None, budget, strategy, q, fit=fit
-        )
-        policy = policy.with_cost(self._table, self.costs)
-        return replace(policy, cost=min(policy.cost or 0.0, budget))  # which it exceeds by rounding at most
+        q = self._search.q(budget) if best == "geometric" else None
+        thresholds = self._search.thresholds(cutoffs[best])
+        policy = Policy(thresholds, self.score, self.costs.unit, None, budget, strategy, q, fit=fit)
+        policy = policy.with_cost(self._scores, self.costs)
+        return replace(policy, cost=min(policy.cost or 0.0, budget))  # rounding may exceed the budget
 
     @cached_property
     def _folds(self) -> list[tuple["CutoffSearch", Array]]:
-        """Searches on all samples but those of one fold, and that fold's samples; none where they would be too few."""
-        exits, samples = self._table.shape
-        number = min(FOLDS, samples // max(exits, 2))
-        if number < 2:
+        """Searches on the samples outside each fold, with the positions of the fold; empty if samples are too few."""
+        exits, samples = self._scores.shape
+        num_folds = min(FOLDS, samples // max(exits, 2))
+        if num_folds < 2:
             return []
-        fold_of = np.random.default_rng(0).permutation(samples) % number
+        fold_of_sample = np.random.default_rng(0).permutation(samples) % num_folds
         folds = []
-        for fold in range(number):
-            rest = np.flatnonzero(fold_of != fold)
-            values = {name: value[:, rest] for name, value in self._values.items()}
-            search = CutoffSearch(self._table[:, rest], np.asarray(self.costs.values), values)
-            folds.append((search, np.flatnonzero(fold_of == fold)))
+        for fold in range(num_folds):
+            outside = np.flatnonzero(fold_of_sample != fold)
+            values = {name: value[:, outside] for name, value in self._values.items()}
+            search = CutoffSearch(self._scores[:, outside], np.asarray(self.costs.values), values)
+            folds.append((search, np.flatnonzero(fold_of_sample == fold)))
         return folds
 
     def _cross_fitted_exits(self, name: str, budget: float) -> Array:
-        """(n,) the exit of each sample by what `name` finds on samples of other folds."""
-        if (budget, name) not in self._held:
-            exits = np.empty(len(self._all), dtype=np.int64)
-            for search, held in self._folds:
-                policy = Policy(search.thresholds(search.cuts(name, budget)), self.score)
-                exits[held] = policy.exits_by(self._table[:, held])
-            self._held[budget, name] = exits
-        return self._held[budget, name]
+        """Return the exit (n,) of each sample under the thresholds that `name` finds on the other folds."""
+        if (budget, name) not in self._cross_fitted:
+            exits = np.empty(len(self._samples), dtype=np.int64)
+            for search, inside in self._folds:
+                policy = Policy(search.thresholds(search.find_cutoffs(name, budget)), self.score)
+                exits[inside] = policy.exits_from_scores(self._scores[:, inside])
+            self._cross_fitted[budget, name] = exits
+        return self._cross_fitted[budget, name]
 
     def _select_strategy(self, exits: Mapping[str, Array], values: Mapping[str, Array]) -> str:
-        """Who does best on samples held out, from the exits and values (n,) there.
+        """Return the name of the best candidate from its out-of-fold exits and values (n,).
 
-        To replace the paper's family it takes more than its standard error, unless it is cheaper: what seems a little
-        better on these samples is as often a little worse on others.
+        A candidate replaces `geometric` only if it gains more than one standard error, or saves more than 3 % of the
+        cost at no loss.
         """
         costs = np.asarray(self.costs.values)
         first, *others = values
-        best, most = first, 0.0
+        best, max_gain = first, 0.0
         for name in others:
             difference = values[name] - values[first]
-            saves = costs[exits[name]].mean() < (1 - _SAVES) * costs[exits[first]].mean()
-            doubt = 0.0 if saves else float(difference.std()) / len(difference) ** 0.5
-            gain = float(difference.mean()) - doubt
-            if gain > most or (saves and best == first and gain == most):
-                best, most = name, gain
+            saves = costs[exits[name]].mean() < (1 - _MIN_SAVING) * costs[exits[first]].mean()
+            standard_error = 0.0 if saves else float(difference.std()) / len(difference) ** 0.5
+            gain = float(difference.mean()) - standard_error
+            if gain > max_gain or (saves and best == first and gain == max_gain):
+                best, max_gain = name, gain
         return best
 
 
-def _true(preds: Predictions, labels: Array, objective: str) -> Array:
-    """(K, n) whether each exit is right, or log p(true label)."""
+def _compute_true_values(preds: Predictions, labels: Array, objective: str) -> Array:
+    """Return (K, n) whether each exit is correct, or log p(true label)."""
     if objective == "accuracy":
         return np.asarray(preds.predicted == labels, dtype=np.float64)
-    return np.stack([log_true(said.log_probs, labels) for said in preds.exits()]).astype(np.float64)
+    return np.stack([log_true(pred.log_probs, labels) for pred in preds.exits()]).astype(np.float64)
 
 
-def _expected(preds: Predictions, objective: str) -> Array:
-    """(K, n) the same as the exit expects it: its confidence, or sum p log p."""
+def _compute_expected_values(preds: Predictions, objective: str) -> Array:
+    """Return (K, n) the value that each exit expects: its confidence, or sum p log p."""
     return exit_scores(preds, "confidence" if objective == "accuracy" else "entropy")

@@ -1,4 +1,4 @@
-"""When to stop: thresholds on a score, and the paper's sweep of them. NumPy alone, like everything downstream."""
+"""Policies: thresholds on a score that decide where samples exit, and the paper's sweep of them. NumPy only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.checks import is_number
+from exitwise.core.checks import check_choice, is_number
 from exitwise.core.costs import UNITS, Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
@@ -24,12 +24,18 @@ OBJECTIVES = ("accuracy", "nlpd")
 
 @dataclass(frozen=True)
 class PolicyFit(Result):
-    """How a policy came about, and how it may do on samples that it was not fitted on.
+    """Origin of a policy, and its estimated performance on samples that it was not fitted on.
 
-    `value` is its accuracy or NLPD on the samples that it was fitted on, `held_out` that of its strategy on samples
-    held out from fitting (cross-fitted; None where there are too few). Both by the labels, or as the net itself expects
-    where it did without. `portfolio` is `held_out` of every strategy that was tried: as these numbers decide which one
-    is taken, that of the winner is a little too good where they are close.
+    Args:
+        chosen: Strategy that was selected.
+        samples: Number of samples that it was fitted on.
+        objective: "accuracy" or "nlpd".
+        labelled: Whether `value`, `held_out` and `portfolio` were computed with labels; also `used_labels`. If not,
+            they are the values that the net expects from its own probabilities.
+        value: Accuracy or NLPD on the samples that it was fitted on.
+        held_out: Accuracy or NLPD of its strategy on out-of-fold samples (cross-fitting); None if there are too few.
+        portfolio: `held_out` of every strategy that was tried. These numbers select the strategy, so that of the winner
+            is slightly optimistic if they are close.
     """
 
     chosen: str
@@ -44,12 +50,18 @@ class PolicyFit(Result):
         for name in ("value", "held_out"):
             if not is_number(value := getattr(self, name)) and (name == "value" or value is not None):
                 raise InputError(f"`{name}` must be a number, but got {value!r}")
-        if not isinstance(self.portfolio, Mapping) or self.objective not in OBJECTIVES:
-            raise InputError(f"not a fit: {self.objective!r}, {self.portfolio!r}")
+        check_choice("objective", self.objective, OBJECTIVES)
+        if not isinstance(self.portfolio, Mapping):
+            raise InputError(f"`portfolio` must map strategies to numbers, but got {self.portfolio!r}")
+
+    @property
+    def used_labels(self) -> bool:
+        """Whether the values were computed with labels: the field `labelled`."""
+        return self.labelled
 
     @property
     def gap(self) -> float | None:
-        """By how much it does worse on samples held out: too good to be true where it is large."""
+        """Drop of the objective on out-of-fold samples; a large gap is a sign of overfitting."""
         if self.held_out is None:
             return None
         return self.value - self.held_out if self.objective == "accuracy" else self.held_out - self.value
@@ -57,11 +69,30 @@ class PolicyFit(Result):
 
 @dataclass(frozen=True)
 class Policy(Result):
-    """Thresholds (K,) on a score: a sample leaves at the first exit whose score reaches the threshold.
+    """Thresholds (K,) on a score: a sample exits at the first exit whose score reaches the threshold.
 
-    A threshold of inf lets nobody leave; the last exit's is -inf, it takes everyone. `cost` is the mean cost on the
-    data that the thresholds were made on, `costs` (K,) what leaving at each exit costs, `budget` what was asked for, if
-    anything was. `fit` says how it was fitted, `guarantee` what was certified.
+    Args:
+        thresholds: Thresholds (K,). No sample exits at a threshold of inf; the last threshold is -inf, so all remaining
+            samples exit there.
+        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience".
+        unit: Unit of `cost`, `budget` and `costs`: "MACs" or "ms".
+        cost: Mean cost per sample on the data that the thresholds were fitted on.
+        budget: Budget that was requested, if any.
+        strategy: Strategy that made the thresholds; "public" is the paper's sweep.
+        q: Ratio of the shares of neighboring exits, in the paper's family.
+        costs: Cumulative costs (K,) of the exits.
+        fit: How the policy was fitted, a `PolicyFit`.
+        guarantee: What was certified.
+
+    Raises:
+        InputError: If the thresholds are not numbers that end with -inf, or another value is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> policy = ew.Policy((0.8, float("-inf")))
+        >>> probs = [[[0.9, 0.1], [0.6, 0.4]], [[0.7, 0.3], [0.2, 0.8]]]  # 2 exits, 2 samples, 2 classes
+        >>> policy.exits(probs).tolist()
+        [0, 1]
     """
 
     thresholds: tuple[float, ...]
@@ -86,44 +117,56 @@ class Policy(Result):
         if not thresholds or any(value != value for value in thresholds) or thresholds[-1] != -inf:
             raise InputError(f"`thresholds` must be numbers, one per exit, the last -inf, but got {list(thresholds)}")
         check_score(self.score)
-        if self.unit not in UNITS:
-            raise InputError(f"`unit` must be one of {', '.join(UNITS)}, but got {self.unit!r}")
+        check_choice("unit", self.unit, UNITS)
         for name in ("cost", "budget", "q"):
             if not isinstance(value := getattr(self, name), int | float | None):
                 raise InputError(f"`{name}` must be a number or None, but got {value!r}")
         if self.costs is not None:
             object.__setattr__(self, "costs", check_costs(Costs(self.costs, self.unit), len(thresholds)).values)
 
-    def stops(self, exit: int, said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-        """(n,) whether samples that have come as far as `exit` stop there, from what it says of them and the memory.
+    def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Return the exit mask (n,) of the samples that reached `exit`, and the updated score state.
 
-        The exit says probs (n, c). The memory (n, m) is what the score has to know of earlier exits, None at the first
-        or if that is nothing: it goes on to the next.
+        Args:
+            exit: Index of the exit, 0 to K - 1.
+            pred: Prediction of the exit, with probs (n, c).
+            state: Score state (n, m) from the previous exit; None at the first exit, or if the score needs none.
+
+        Returns:
+            Whether each sample exits here (n,), and the score state (n, m) or None for the next exit.
         """
-        found, memory = SCORES[self.score].compute(said, memory)
-        score = np.asarray(found, dtype=np.float32)
+        values, state = SCORES[self.score].compute(pred, state)
+        score = np.asarray(values, dtype=np.float32)
         with np.errstate(over="ignore"):
             threshold = np.float32(self.thresholds[exit])
-        leaves = score > threshold
+        mask = score > threshold
         tied = np.flatnonzero(score == threshold)
         if len(tied):  # only these need their hash
-            leaves[tied] = break_ties(score[tied], said.probs[tied]) >= self.thresholds[exit]
-        return leaves, memory
+            mask[tied] = break_ties(score[tied], pred.probs[tied]) >= self.thresholds[exit]
+        return mask, state
+
+    def stops(self, exit: int, said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
+        """Return the exit mask (n,) and the updated score state: older name of `exit_mask`."""
+        return self.exit_mask(exit, said, memory)
 
     def exits(self, preds: Any) -> Array:
-        """(n,) the exit, 0 to K - 1, that each sample takes, by predictions (K, n, c)."""
-        return self.exits_by(exit_scores(preds, self.score))
+        """Return the exit (n,), 0 to K - 1, that each sample takes, from predictions (K, n, c)."""
+        return self.exits_from_scores(exit_scores(preds, self.score))
 
-    def exits_by(self, scores: Array) -> Array:
-        """(n,) the same from the scores (K, n) that `exitwise.scores.scores` gives."""
+    def exits_from_scores(self, scores: Array) -> Array:
+        """Return the exit (n,), 0 to K - 1, that each sample takes, from scores (K, n)."""
         if len(scores) != len(self.thresholds):
             raise InputError(f"`preds` must have {len(self.thresholds)} exits as the policy has, but has {len(scores)}")
         return np.asarray((scores >= np.asarray(self.thresholds)[:, None]).argmax(axis=0))
 
-    def shifted(self, by: float) -> "Policy":
-        """A policy of the same family, more careful for `by` > 0: doubt counts exp(by) times as much.
+    def exits_by(self, scores: Array) -> Array:
+        """Return the exit (n,) that each sample takes, from scores (K, n): older name of `exits_from_scores`."""
+        return self.exits_from_scores(scores)
 
-        The cost of any samples grows with `by`. Thresholds that let nobody go, or everyone, stay as they are.
+    def shifted(self, by: float) -> "Policy":
+        """Return a policy of the same family: distances to full certainty times exp(-by).
+
+        It is stricter for `by` > 0, and the cost of any samples grows with `by`. Infinite thresholds do not change.
         """
         if not by:
             return self
@@ -134,23 +177,23 @@ class Policy(Result):
         return self.with_thresholds(thresholds)
 
     def with_thresholds(self, thresholds: Sequence[float]) -> "Policy":
-        """Others (K,) in their place, without what is known of these: `cost`, `q`, `fit`, `guarantee`."""
+        """Return a copy with new thresholds (K,); `cost`, `q`, `fit` and `guarantee` are reset to None."""
         return replace(self, thresholds=tuple(thresholds), cost=None, q=None, fit=None, guarantee=None)
 
     def with_cost(self, scores: Array, costs: Costs) -> "Policy":
-        """The policy with what it costs on samples with these scores (K, n)."""
-        shares = np.bincount(self.exits_by(scores), minlength=len(scores)) / scores.shape[1]
+        """Return a copy with its mean cost on samples with these scores (K, n), and with `costs` (K,)."""
+        shares = np.bincount(self.exits_from_scores(scores), minlength=len(scores)) / scores.shape[1]
         return replace(self, cost=float(shares @ np.asarray(costs.values)), costs=costs.values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, thresholds as `written`."""
+        """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
         parts = {name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")}
         costs = list(self.costs) if self.costs else None
         return {**self.__dict__, "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
-        """What `to_dict` gave, checked: it may come from a file."""
+        """Make a policy from the result of `to_dict`; raise `InputError` if it is invalid."""
         try:
             thresholds = tuple(float(value) for value in data["thresholds"])
             parts = {
@@ -165,12 +208,12 @@ class Policy(Result):
         return [{"exit": k, "threshold": threshold} for k, threshold in enumerate(self.thresholds)]
 
     def save(self, path: str | Path) -> None:
-        """A JSON file."""
+        """Write the policy to a JSON file."""
         write_json(Path(path), {"format": "exitwise.policy", "version": VERSION, **self.to_dict()})
 
     @classmethod
     def load(cls, path: str | Path) -> "Policy":
-        """Read and check what `save` wrote."""
+        """Read a file that `save` wrote; raise `InputError` that names the file if it is invalid."""
         data = read_json(Path(path))
         if data.pop("format", None) != "exitwise.policy" or data.pop("version", None) != VERSION:
             raise InputError(f"{path} must hold a policy of version {VERSION}")
@@ -181,46 +224,66 @@ class Policy(Result):
 
 
 def thresholds_to_json(thresholds: Sequence[float]) -> list[float | str]:
-    """Thresholds for a file; infinite ones as the words "inf" and "-inf", which JSON has no numbers for."""
+    """Return thresholds for JSON: infinite ones as the strings "inf" and "-inf"."""
     return [value if isfinite(value) else str(value) for value in thresholds]
 
 
 def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidence") -> list[Policy]:
-    """The public rule's 39 policies, q = 1/20 .. 39/20, fitted on validation predictions (K, n, c); `costs` (K,).
+    """Return the paper's sweep: 39 policies, q = 1/20 .. 39/20, fitted on validation predictions.
 
-    The threshold of an exit is the score of the floor(n share)-th most certain sample among those not yet gone; where
-    that number is 0 or more than remain, nobody leaves there.
+    The threshold of an exit is the score of the floor(n * share)-th most certain active sample, where the shares of the
+    exits are q^k / sum_j q^j. If that number is 0 or more than the active samples, no sample exits there.
+
+    Args:
+        preds: Predictions, or probabilities (K, n, c).
+        costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
+        score: Score that the thresholds apply to.
+
+    Returns:
+        The policies, from the smallest q to the largest, with their mean cost on these predictions.
+
+    Raises:
+        InputError: If the predictions, costs or score are invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> preds = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
+        >>> policies = ew.sweep(preds, costs=trace.costs)
+        >>> len(policies), policies[0].q, policies[-1].q, policies[0].cost < policies[-1].cost
+        (39, 0.05, 1.95, True)
     """
-    table = exit_scores(preds, score)
-    costs_ = check_costs(costs, len(table))
-    exact = table.astype(np.float32)  # where ties are ties
+    scores = exit_scores(preds, score)
+    costs_ = check_costs(costs, len(scores))
+    rounded = scores.astype(np.float32)  # the sweep does not break ties
     policies = []
     for p in range(1, 40):
-        # q = p / 20 in whole numbers, so that a share of exactly 30 samples is not 29 for rounding
-        weights = [p**k * 20 ** (len(table) - k) for k in range(1, len(table) + 1)]
-        counts = [table.shape[1] * weight // sum(weights) for weight in weights]
-        policy = Policy(_thresholds(exact, counts), score, costs_.unit, strategy="public", q=p / 20)
-        policies.append(policy.with_cost(table, costs_))
+        # q = p / 20 as integer weights, so that a share of exactly 30 samples is not rounded down to 29
+        weights = [p**k * 20 ** (len(scores) - k) for k in range(1, len(scores) + 1)]
+        counts = [scores.shape[1] * weight // sum(weights) for weight in weights]
+        policy = Policy(_thresholds_for_counts(rounded, counts), score, costs_.unit, strategy="public", q=p / 20)
+        policies.append(policy.with_cost(scores, costs_))
     return policies
 
 
-def _thresholds(scores: Array, counts: Sequence[int]) -> tuple[float, ...]:
-    """Thresholds on scores (K, n) that let `counts` (K,) samples leave at each exit; ties at a threshold all leave."""
-    here = np.arange(scores.shape[1])
+def _thresholds_for_counts(scores: Array, counts: Sequence[int]) -> tuple[float, ...]:
+    """Return thresholds on scores (K, n) at which `counts` (K,) samples exit; ties at a threshold all exit."""
+    active = np.arange(scores.shape[1])
     thresholds = []
     for row, count in zip(scores[:-1], counts, strict=False):
-        left = row[here]
-        none = count == 0 or count > len(here)
-        thresholds.append(inf if none else float(np.partition(left, len(left) - count)[len(left) - count]))
-        here = here[left < thresholds[-1]]
+        remaining = row[active]
+        position = len(remaining) - count
+        none_exit = count == 0 or position < 0
+        thresholds.append(inf if none_exit else float(np.partition(remaining, position)[position]))
+        active = active[remaining < thresholds[-1]]
     return (*thresholds, -inf)
 
 
 def check_costs(costs: Costs | Sequence[float] | None, exits: int) -> Costs:
-    """Costs, one for each exit."""
+    """Return `costs` as `Costs` if there is one for each of `exits` exits."""
     if costs is None:
-        raise InputError("`costs` are needed: what leaving at each exit costs, such as `trace.costs`")
-    found = Costs.of(costs)
-    if len(found) != exits:
-        raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(found)}")
-    return found
+        raise InputError("`costs` are needed: the cumulative cost of each exit, such as `trace.costs`")
+    checked = Costs.of(costs)
+    if len(checked) != exits:
+        raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(checked)}")
+    return checked

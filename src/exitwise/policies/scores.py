@@ -1,4 +1,4 @@
-"""How certain an exit is of a sample: the scores that thresholds apply to. NumPy alone."""
+"""Scores: the certainty of an exit about a sample, which thresholds are compared with. NumPy only."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,19 +7,24 @@ from typing import Any
 
 import numpy as np
 
+from exitwise.core.checks import check_choice
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Array, ExitPrediction, Predictions, max_prob, negative_entropy
 from exitwise.core.ties import break_ties, tie_spread
 
-ScoreState = Array | None  # (n, m): what a score has to know of the exits before, if anything
+ScoreState = Array | None  # (n, m): what a score carries from exit to exit; None if nothing
 
 
 @dataclass(frozen=True)
 class Score:
-    """`of` gives the scores (n,) of what an exit says, larger for more certain, and the memory for the next exit.
+    """A score of certainty and its scale.
 
-    `certain` is the score of full certainty, `grain` what is next to nothing beside doubts that matter. Scores that are
-    `whole` numbers count exits, and have no end but theirs.
+    Args:
+        compute: Function of an exit's prediction and the score state. It returns the scores (n,), larger for more
+            certain, and the score state for the next exit.
+        full_certainty: Score at full certainty.
+        resolution: Differences below it are negligible.
+        is_integer: Whether scores count exits; they are then unbounded except by the number of exits.
     """
 
     compute: Callable[[ExitPrediction, ScoreState], tuple[Array, ScoreState]]
@@ -27,50 +32,52 @@ class Score:
     resolution: float = 2.0**-23
     is_integer: bool = False
 
-    def shifted(self, threshold: float, by: float, exits: int) -> float:
-        """A threshold on this score that is more careful for `by` > 0: doubt counts exp(by) times as much."""
+    def shifted(self, threshold: float, shift: float, exits: int) -> float:
+        """Return the threshold with its distance to full certainty times exp(-shift): stricter for `shift` > 0."""
         if not self.is_integer:
-            return self.full_certainty - (
-                (self.full_certainty - threshold + self.resolution) * exp(-by) - self.resolution
-            )
+            distance = self.full_certainty - threshold + self.resolution
+            return self.full_certainty - (distance * exp(-shift) - self.resolution)
         level = floor(threshold)
-        between = min((threshold - level) / tie_spread(level), 1.0)  # equal scores are parted by their hash
-        moved = exits - (exits - level - between) * exp(-by)
+        fraction = min((threshold - level) / tie_spread(level), 1.0)  # ties are broken by a hash within this spread
+        moved = exits - (exits - level - fraction) * exp(-shift)
         return floor(moved) + (moved - floor(moved)) * tie_spread(floor(moved))
 
 
-def _confidence(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-    """The largest probability."""
-    return max_prob(said), memory
+def _confidence(pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+    """Largest probability (n,)."""
+    return max_prob(pred), state
 
 
-def _margin(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-    """By how much the largest probability exceeds the second."""
-    if said.probs.shape[1] < 2:
-        return said.probs[:, 0], memory
-    two = np.partition(said.probs, -2, axis=1)[:, -2:]
-    return two[:, 1] - two[:, 0], memory
+def _margin(pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+    """Difference (n,) between the largest and the second largest probability."""
+    if pred.probs.shape[1] < 2:
+        return pred.probs[:, 0], state
+    top_two = np.partition(pred.probs, -2, axis=1)[:, -2:]
+    return top_two[:, 1] - top_two[:, 0], state
 
 
-def _negative_entropy(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-    """sum p log p."""
-    return negative_entropy(said), memory
+def _negative_entropy(pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+    """Negative entropy (n,), sum p log p."""
+    return negative_entropy(pred), state
 
 
-def _negative_variance(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-    """Minus the variance over draws of the predicted class's probability."""
-    if said.variance is None:
+def _negative_variance(pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+    """Negative variance (n,) over draws of the predicted class's probability."""
+    if pred.variance is None:
         raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
-    return -said.variance, memory
+    return -pred.variance, state
 
 
-def _patience(said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-    """How many exits just before this one predict the same class. The memory: that class, and how many."""
-    predicted = said.probs.argmax(axis=1)
-    agree = np.zeros_like(predicted)
-    if memory is not None:
-        agree = np.where(memory[:, 0] == predicted, memory[:, 1] + 1, 0)
-    return agree.astype(np.float32), np.stack([predicted, agree], axis=1)
+def _patience(pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+    """Number (n,) of consecutive exits just before this one that predict the same class.
+
+    The state (n, 2) holds that class and that number.
+    """
+    predicted = pred.probs.argmax(axis=1)
+    agreeing = np.zeros_like(predicted)
+    if state is not None:
+        agreeing = np.where(state[:, 0] == predicted, state[:, 1] + 1, 0)
+    return agreeing.astype(np.float32), np.stack([predicted, agreeing], axis=1)
 
 
 SCORES: Mapping[str, Score] = {
@@ -83,18 +90,18 @@ SCORES: Mapping[str, Score] = {
 
 
 def check_score(score: Any) -> None:
-    if not isinstance(score, str) or score not in SCORES:
-        raise InputError(f"`score` must be one of {', '.join(SCORES)}, but got {score!r}")
+    """Raise `InputError` unless `score` is the name of a score."""
+    check_choice("score", score, SCORES)
 
 
 def exit_scores(preds: Any, score: str = "confidence") -> Array:
-    """(K, n) how certain every exit is of every sample, float64, equals told apart (see `split_ties`)."""
+    """Return the scores (K, n) of predictions (K, n, c) as float64, with ties broken (see `break_ties`)."""
     check_score(score)
-    memory: ScoreState = None
+    state: ScoreState = None
 
-    def of_exit(said: ExitPrediction) -> Array:
-        nonlocal memory
-        found, memory = SCORES[score].compute(said, memory)
-        return break_ties(found, said.probs)
+    def score_exit(pred: ExitPrediction) -> Array:
+        nonlocal state
+        values, state = SCORES[score].compute(pred, state)
+        return break_ties(values, pred.probs)
 
-    return Predictions.of(preds).reduce(score, of_exit, variance=score == "variance")
+    return Predictions.of(preds).reduce(score, score_exit, variance=score == "variance")
