@@ -1,4 +1,4 @@
-"""The command about looking: report."""
+"""The command that writes the report."""
 
 import shlex
 import sys
@@ -7,94 +7,99 @@ from typing import Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS, get_method
-from exitwise.cli.policies import MethodOption
-from exitwise.cli.train import JsonOption, RunArgument, print_json
+from exitwise.calibration.methods import get_method
+from exitwise.cli.options import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
 
 def command_line() -> str:
-    """What the user typed."""
+    """Return the command as the user typed it."""
     return shlex.join(["exitwise", *sys.argv[1:]])
 
 
 def report(
     run: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="Where to write the page; report.html in the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="report.html in RUN")] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Where the page opens: 2e7 (MACs), 50% or 12ms; the run's last one, or 50%."),
+        typer.Option(
+            help="Budget that the page opens with: 2e7 (MACs), 50% or 12ms.",
+            show_default="the evaluated one, or 50%",
+        ),
     ] = None,
-    method: MethodOption = OURS,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Calibration method by name.", show_default="the evaluated one, or the full method"),
+    ] = None,
     against: Annotated[
-        list[Path] | None, typer.Option(help="Another run, such as a baseline's, to show beside; may be repeated.")
+        list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Where the data set's pictures lie, instead of the run's.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder of the dataset's images.", show_default="the run's")] = None,
     static: Annotated[
-        Path | None, typer.Option(help="Also write the figures as PNG and PDF files into this folder.")
+        Path | None, typer.Option(help="Also write figures as PNG and PDF and tables as LaTeX into this folder.")
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Write it again and again while the run trains.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Rewrite the page after every epoch while RUN trains.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page that shows what the net knows: budgets, uncertainty, calibration, examples, tables, costs.
+    """Write a page that shows budgets, uncertainty, calibration, examples, tables and costs.
 
-    One file, which needs no network: open it by a double click.
+    The page is one file and needs no network: open it with a double click.
     """
     from exitwise.cli.progress import spinner
-    from exitwise.report import build, page
-    from exitwise.report.figures.write import check, write
-    from exitwise.runs import collect
+    from exitwise.report.build import ReportOptions, build_report, training_report
+    from exitwise.report.figures.write import check_folder, write_figures
+    from exitwise.report.live import rewrite_while_training
+    from exitwise.report.page import write_page
+    from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
     from exitwise.runs.run import Run
 
-    get_method(method)
+    if method is not None:
+        get_method(method)
     opened = Run(run)
-    place = out or run / "report.html"
-    if place.is_dir():
-        raise InputError(f"`--out` must name a file, but {place} is a folder")
+    page = out or run / "report.html"
+    if page.is_dir():
+        raise InputError(f"`--out` must name a file, but {page} is a folder")
     if static is not None:
-        check(static)
+        check_folder(static)
     command = command_line()
     if live:
-        from exitwise.report.live import rewrite_while_training
-
-        opened.training()  # refuses what is not trained
-        print(f"exitwise: {place} is written after every epoch; open it and leave it open", file=sys.stderr)
+        opened.training()  # fails for a run that is not trained
+        print(f"exitwise: {page} is rewritten after every epoch; keep it open in a browser", file=sys.stderr)
         with spinner("Waiting for the training"):
-            rewrite_while_training(opened, place, command)
+            rewrite_while_training(opened, page, command)
     if not opened.trace_file.is_file() and (opened.directory / "history.csv").is_file():
-        made = build.training_report(opened, live=False, command=command)
-        page.write(made, place)
+        content = training_report(opened, live=False, command=command)
+        write_page(content, page)
         if static is not None:
-            write(made, static)
-        return _print_location(place, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
-    trace = opened.trace()
+            write_figures(content, static)
+        return _print_location(page, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
     amount, unit = None, "MACs"
     if budget is not None:
-        costs = collect.costs_in_budget_unit(budget, opened, trace)
-        amount, unit = collect.parse_budget(budget, costs), costs.unit
+        costs = costs_in_budget_unit(budget, opened, opened.trace())
+        amount, unit = parse_budget(budget, costs), costs.unit
         costs.check_budget(amount)
-    order = build.ReportOptions(method, amount, unit, root, tuple(against or ()), command)
-    with spinner("Reading the run") as step:
-        made = build.build(opened, order, progress=step)
-        page.write(made, place)
+    options = ReportOptions(method, amount, unit, root, tuple(against or ()), command)
+    with spinner("Reading the run") as update:
+        content = build_report(opened, options, progress=update)
+        write_page(content, page)
         if static is not None:
-            step("drawing figures for papers")
-            write(made, static)
-    return _print_location(place, static, as_json)
+            update("drawing figures")
+            write_figures(content, static)
+    return _print_location(page, static, as_json)
 
 
 def _print_location(page: Path, figures: Path | None, as_json: bool, next_command: str | None = None) -> None:
-    """Where it is."""
+    """Print where the report is, and the command that completes it."""
     from rich.markup import escape
 
     from exitwise.cli import tables
 
     if as_json:
         return print_json(report=str(page), static=None if figures is None else str(figures))
-    said = f"The report is in [bold]{escape(str(page))}[/bold]"
+    sentence = f"The report is in [bold]{escape(str(page))}[/bold]"
     if figures is not None:
-        said += f", its figures are in [bold]{escape(str(figures))}[/bold]"
+        sentence += f", its figures are in [bold]{escape(str(figures))}[/bold]"
     if next_command is not None:
-        said += f". It shows the training alone: run `{escape(next_command)}` for the rest"
-    tables.console().print(f"{said}.", soft_wrap=True)
+        sentence += f". It shows only the training: run `{escape(next_command)}` for the rest"
+    tables.console().print(f"{sentence}.", soft_wrap=True)
     return None

@@ -1,202 +1,169 @@
-"""The commands that run a net over pictures: train and collect."""
+"""Commands that run a net over a dataset: train, train-heads and collect."""
 
-import json
 import logging
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from exitwise.cli.options import ForceOption, JsonOption, RunArgument, expand_options, print_json
 from exitwise.core.errors import InputError
 from exitwise.core.rank import is_rank_zero
+from exitwise.runs.options import (
+    DataOptions,
+    ExecutionOptions,
+    HeadTrainOptions,
+    MachineOptions,
+    NetOptions,
+    TrainOptions,
+)
 
-RunToResume = Annotated[
-    Path | None, typer.Argument(metavar="RUN", help="The run to go on with, for --resume.", show_default=False)
-]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
-Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Devices = Annotated[int | None, typer.Option(help="Processes on this machine, one per device; torchrun's, or 1.")]
-NumNodes = Annotated[int | None, typer.Option(help="Machines that run this same command; torchrun's, or 1.")]
-Workers = Annotated[int, typer.Option(help="Processes that decode picture files.")]
-NetOption = Annotated[
-    str | None, typer.Option(help="Your own net: package.module:function, which returns a MultiExitNet.")
-]
+OutOption = Annotated[Path | None, typer.Option(help="Directory of the new run.", show_default="exitwise-DATA")]
 
 
+@expand_options
 def train(
-    run: RunToResume = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="cifar100, cifar10, fashion-mnist, imagenet, caltech256, digits, or folder:PATH."),
+    data: DataOptions,
+    net: NetOptions,
+    options: TrainOptions,
+    machine: MachineOptions,
+    execution: ExecutionOptions,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run to resume, with --resume.", show_default=False)
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The net's preset (see `exitwise models`); the data set's own.")
-    ] = None,
-    net: NetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Where to put the run; exitwise-DATA if not given.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="How to train: a recipe's name; the data set's own.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's; its milestones move along.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Instead of the recipe's; all processes together.")] = None,
-    lr: Annotated[float | None, typer.Option(help="First learning rate, instead of the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, data order and augmentation; 0.")] = None,
-    split_seed: Annotated[int | None, typer.Option(help="Chooses the pictures held out; 0.")] = None,
-    val_size: Annotated[int | None, typer.Option(help="Number of validation pictures; the data set's own.")] = None,
-    test_size: Annotated[int | None, typer.Option(help="The same for data without a test set.")] = None,
-    image_size: Annotated[int | None, typer.Option(help="Of pictures from files; the net's own.")] = None,
-    download: Annotated[bool, typer.Option("--download", help="Get the data set first, into --root.")] = False,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out picture files that cannot be decoded, naming each.")
-    ] = False,
-    workers: Workers = 0,
-    accelerator: Accelerator = "auto",
-    devices: Devices = None,
-    num_nodes: NumNodes = None,
-    precision: Annotated[str | None, typer.Option(help="32-true (if not given), 16-mixed or bf16-mixed.")] = None,
-    strategy: Annotated[str, typer.Option(help="auto or ddp.")] = "auto",
-    accumulate: Annotated[
-        int | None, typer.Option(help="Parts of a batch that a process takes one after the other.")
-    ] = None,
-    compile: Annotated[
-        bool | None, typer.Option(help="By torch.compile; where the training is long enough to pay.")
-    ] = None,
-    checkpoint_minutes: Annotated[float, typer.Option(help="A checkpoint this often, besides every epoch's.")] = 10.0,
-    freeze_backbone: Annotated[
-        bool, typer.Option("--freeze-backbone", help="Train the heads alone, all but the last: seconds to minutes.")
-    ] = False,
-    weights: Annotated[
-        Path | None, typer.Option(help="With --freeze-backbone: a checkpoint to load into the net first.")
-    ] = None,
-    distill: Annotated[
-        float | None, typer.Option(help="With --freeze-backbone: how much heads learn from the last exit, 0 to 1; 0.")
-    ] = None,
-    attach: Annotated[
-        str | None,
-        typer.Option(help="With --freeze-backbone: put exits behind these submodules (a,b,c), or auto with --exits."),
-    ] = None,
-    exits: Annotated[int | None, typer.Option(help="With --attach auto: how many exits, of about equal cost.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="With --freeze-backbone: train the last head, too.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with RUN from its newest checkpoint.")] = False,
+    out: OutOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume RUN from its newest checkpoint.")] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
+    freeze_backbone: Annotated[bool, typer.Option("--freeze-backbone", hidden=True)] = False,
+    weights: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    distill: Annotated[float | None, typer.Option(hidden=True)] = None,
+    attach: Annotated[str | None, typer.Option(hidden=True)] = None,
+    exits: Annotated[int | None, typer.Option(hidden=True)] = None,
+    last: Annotated[bool, typer.Option("--last", hidden=True)] = False,
 ) -> None:
-    """Train a net on a data set, by the paper's recipe or your own, on one device or many.
+    """Train a net on a dataset, with the paper's recipe or your own, on one device or many.
 
-    `exitwise train --data digits` makes a new run. Interrupted by anything, `exitwise train RUN --resume` goes on bit
-    for bit. The net that is kept is that of the epoch with the best validation accuracy at the last exit.
-
-    With --freeze-backbone only the heads learn, each kept from its own best epoch; such a run cannot be resumed.
+    `exitwise train --data digits` creates a run. After any interruption, `exitwise train RUN --resume` continues bit
+    for bit. The run keeps the weights of the epoch with the best validation accuracy at the last exit.
     """
     from exitwise.cli.progress import TrainingProgress
-    from exitwise.runs import collect, train, train_heads
+    from exitwise.runs.train import resume_run, train_new_run
     from exitwise.training.loop import TrainingInterruptedError
-    from exitwise.training.machine import Machine
 
-    logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
-    order = train.TrainOptions(model, net, recipe, epochs, batch_size, lr, seed, compile, precision)
-    machine = Machine(accelerator, devices, num_nodes, precision or "32-true", strategy)
-    means = train.ExecutionOptions(machine, accumulate, workers, checkpoint_minutes)
-    check_positive(val_size=val_size, test_size=test_size, image_size=image_size, accumulate=accumulate)
-    if workers < 0 or checkpoint_minutes < 0:
-        raise InputError("`--workers` and `--checkpoint-minutes` must be at least 0")
-    whole = {"recipe": recipe, "compile": compile, "precision": precision, "accumulate": accumulate}
-    alone = {"weights": weights, "distill": distill, "last": last or None, "attach": attach, "exits": exits}
-    for name, value in (whole if freeze_backbone else alone).items():
-        if value is not None:
-            only = "does not go with" if freeze_backbone else "is for"
-            raise InputError(f"--{name} {only} --freeze-backbone")
-    if attach is not None and net is not None:
-        raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
-    if exits is not None and attach != "auto":
-        raise InputError("--exits is for --attach auto")
-    if resume and freeze_backbone:
-        raise InputError("--freeze-backbone cannot go on by --resume: train the heads again with --force")
+    only_heads = HeadTrainOptions(
+        weights, attach, exits, last, options.epochs, options.batch_size, options.lr, distill, options.seed
+    )
+    if freeze_backbone:
+        if resume:
+            raise InputError("a training of heads cannot be resumed: repeat it with --force")
+        for name in ("recipe", "compile", "precision"):
+            if getattr(options, name) is not None:
+                raise InputError(f"--{name} is not an option of train-heads")
+        if is_rank_zero():
+            print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
+        return _train_heads(data, net, only_heads, machine, out, force, as_json)
+    for name in ("weights", "distill", "attach", "exits", "last"):
+        if getattr(only_heads, name) not in (None, False):
+            raise InputError(f"--{name} is an option of `exitwise train-heads`")
+    _configure_logging()
     if resume:
-        fixed = {"split-seed": split_seed, "val-size": val_size, "test-size": test_size, "image-size": image_size}
-        fixed |= {"download": download or None, "skip-unreadable": skip_unreadable or None, "force": force or None}
-        for name, value in fixed.items():
-            if value is not None:
-                raise InputError(f"--{name} is for a new run: one that goes on has its data already")
-        place = _resumed(run, out, data)
+        path = _run_to_resume(run, out, data, force)
     elif run is not None:
-        raise InputError(f"{run}: --resume goes on with a run; a new one is named by --out")
-    elif data is None:
-        raise InputError("say what to train on by --data, such as --data digits")
+        raise InputError(f"{run}: --resume resumes a run; a new one is named with --out")
     else:
-        place = out or Path(f"exitwise-{Path(data.replace(':', '/')).name}")
+        path = _new_run_path(out, data)
     try:
-        with TrainingProgress() as live:
+        with TrainingProgress() as callback:
             if resume:
-                history = train.resume_run(place, root, order, means, live)
+                history = resume_run(path, data.root, net, options, machine, execution, callback)
             else:
-                source = collect.DataOptions(
-                    data or "", root, split_seed or 0, val_size, test_size, image_size, skip_unreadable, download
-                )
-                if freeze_backbone:
-                    heads = train_heads.HeadTrainOptions(
-                        model, net, weights, last, epochs, batch_size, lr, distill, seed, attach, exits
-                    )
-                    history = train_heads.train_new_heads(place, source, heads, machine, workers, force, live)
-                else:
-                    history = train.train_new_run(place, source, order, means, force, live)
+                history = train_new_run(path, data, net, options, machine, execution, force, callback)
     except TrainingInterruptedError as stopped:
         if is_rank_zero():
-            many = f" --devices {devices}" if devices else ""
-            again = f"exitwise train {shlex.quote(str(place))} --resume{many}"
-            print(f"exitwise: stopped {stopped}; `{again}` goes on", file=sys.stderr)
+            devices = f" --devices {machine.devices}" if machine.devices else ""
+            command = f"exitwise train {shlex.quote(str(path))} --resume{devices}"
+            print(f"exitwise: stopped {stopped}; `{command}` resumes it", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_rank_zero():
-        _report(place, history, net, as_json)
+        _print_result(path, history, net.net, as_json)
+    return None
 
 
-def collect(
-    run: RunArgument,
-    root: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
-    data: Annotated[str | None, typer.Option(help="The data set's name, for a new run.")] = None,
-    model: Annotated[str | None, typer.Option(help="The net's preset, for a new run.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="The net's weights, ours or a public MSDNet's or torchvision's, for a new run.")
-    ] = None,
-    net: NetOption = None,
-    split_seed: Annotated[int, typer.Option(help="Chooses the validation images, for a new run.")] = 0,
-    val_size: Annotated[int | None, typer.Option(help="Number of validation images, for a new run.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
-    workers: Workers = 0,
-    accelerator: Accelerator = "auto",
-    devices: Devices = None,
-    num_nodes: NumNodes = None,
-    half: Annotated[bool, typer.Option("--half", help="Keep features as float16: half the size.")] = False,
+@expand_options
+def train_heads(
+    data: DataOptions,
+    net: NetOptions,
+    options: HeadTrainOptions,
+    machine: MachineOptions,
+    out: OutOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the net once over every split and keep the trace: features of val and test, curvature of train.
+    """Train the heads of a net on its frozen backbone, all but the last: seconds to minutes.
 
-    An existing RUN knows its net, data set and split; what was made from its old trace goes with it.
-    A new RUN is made from --model, --checkpoint, --data and --root.
+    The backbone runs once and its features are cached. Each head keeps the weights of its own best epoch. Use --attach
+    to add exits to a trained network.
+    """
+    _train_heads(data, net, options, machine, out, force, as_json)
+
+
+def _train_heads(
+    data: DataOptions,
+    net: NetOptions,
+    options: HeadTrainOptions,
+    machine: MachineOptions,
+    out: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    from exitwise.cli.progress import TrainingProgress
+    from exitwise.runs.train_heads import train_heads_of_new_run
+
+    _configure_logging()
+    path = _new_run_path(out, data)
+    with TrainingProgress() as callback:
+        history = train_heads_of_new_run(path, data, net, options, machine, force, callback)
+    _print_result(path, history, net.net, as_json)
+
+
+@expand_options
+def collect(
+    run: RunArgument,
+    data: DataOptions,
+    net: NetOptions,
+    machine: MachineOptions,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Weights of the net: ours, the released MSDNet code's or torchvision's.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
+    half: Annotated[bool, typer.Option("--half", help="Store features as float16: half the size.")] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the net once over every split and store the trace: features of val and test, curvature of train.
+
+    An existing RUN has its net, dataset and split; results of its former trace are removed. A new RUN needs --model,
+    --checkpoint, --data and --root.
     """
     from exitwise.cli.progress import progress_bars
-    from exitwise.runs import collect
-    from exitwise.training.machine import Machine
+    from exitwise.runs.collect import CollectOptions, collect_existing_run, collect_new_run
 
-    if batch_size < 1:
-        raise InputError(f"`--batch-size` must be at least 1, but got {batch_size}")
     with progress_bars() as progress:
-        by = collect.CollectOptions(Machine(accelerator, devices, num_nodes), batch_size, workers, half, progress)
+        options = CollectOptions(machine, batch_size, half, progress)
         if (run / "run.json").is_file():
-            given = {"--data": data, "--model": model, "--checkpoint": checkpoint, "--val-size": val_size}
-            for option, value in given.items():
+            given = {"model": net.model, "checkpoint": checkpoint, **_options_of_new_data(data), "data": data.data}
+            for name, value in given.items():
                 if value is not None:
-                    raise InputError(f"{run} already has its net and data set: {option} is for a new run")
-            trace = collect.collect_existing_run(run, root, net, force, by)
+                    raise InputError(f"{run} already has its net and dataset: --{name} is for a new run")
+            trace = collect_existing_run(run, data.root, net.net, force, options)
         else:
-            if data is None or checkpoint is None or (model is None) == (net is None):
+            if data.data is None or checkpoint is None or (net.model is None) == (net.net is None):
                 raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
-            source = collect.DataOptions(data, root, split_seed, val_size)
-            trace = collect.collect_new_run(run, source, model, net, checkpoint, by)
+            trace = collect_new_run(run, data, net, checkpoint, options)
     if not is_rank_zero():
         return None
     if as_json:
@@ -206,47 +173,55 @@ def collect(
     return None
 
 
-def check_positive(**values: int | None) -> None:
-    """Refuse options that are given and below 1."""
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise InputError(f"`--{name.replace('_', '-')}` must be at least 1, but got {value}")
+def _configure_logging() -> None:
+    logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
 
 
-def _resumed(run: Path | None, out: Path | None, data: str | None) -> Path:
+def _new_run_path(out: Path | None, data: DataOptions) -> Path:
+    if data.data is None:
+        raise InputError("name the dataset to train on with --data, such as --data digits")
+    return out or Path(f"exitwise-{Path(data.data.replace(':', '/')).name}")
+
+
+def _options_of_new_data(data: DataOptions) -> dict[str, Any]:
+    """Return the options that only a new run takes, by their names on the command line; None if not given."""
+    return {
+        field.name.replace("_", "-"): getattr(data, field.name) or None
+        for field in fields(data)
+        if field.name not in ("data", "root")
+    }
+
+
+def _run_to_resume(run: Path | None, out: Path | None, data: DataOptions, force: bool) -> Path:
     from exitwise.runs.run import Run
     from exitwise.runs.train import check_same_data
 
+    for name, value in {**_options_of_new_data(data), "force": force or None}.items():
+        if value is not None:
+            raise InputError(f"--{name} is for a new run: a resumed one has its data already")
     if run is not None and out is not None and run != out:
-        raise InputError(f"--out is for a new run: {run} goes on where it is")
-    place = run or out
-    if place is None:
-        raise InputError("--resume needs the run to go on with: exitwise train RUN --resume")
-    if data is not None:
-        check_same_data(Run(place), data)
-    return place
+        raise InputError(f"--out is for a new run: {run} stays in its folder")
+    path = run or out
+    if path is None:
+        raise InputError("--resume needs the run to resume: exitwise train RUN --resume")
+    if data.data is not None:
+        check_same_data(Run(path), data.data)
+    return path
 
 
-def _report(place: Path, history: Any, net: str | None, as_json: bool) -> None:
+def _print_result(path: Path, history: Any, net: str | None, as_json: bool) -> None:
     from exitwise.runs.run import Run
 
-    best, again = history.best, f" --net {net}" if net else ""
+    best, net_option = history.best, f" --net {net}" if net else ""
     if as_json:
-        return print_json(run=str(place), best=best.epoch, **history.to_dict())
-    exits = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
-    kept = "each head as it was in its best" if history.kept else f"epoch {best.epoch}"
-    if attached := Run(place).metadata["model"].get("attach"):
-        print(f"Exits are behind {', '.join(attached['at'])}, and at the end.")
+        return print_json(run=str(path), best=best.epoch, **history.to_dict())
+    accuracies = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
+    weights = "each head from its best epoch" if history.kept else f"the weights of epoch {best.epoch}"
+    if attached := Run(path).metadata["model"].get("attach"):
+        print(f"Exits are after {', '.join(attached['at'])}, and at the end.")
     print(
-        f"Trained for {len(history.epochs)} epochs; kept is {kept}, "
-        f"with validation top-1 {exits} % by exit.\n"
-        f"The run is in {place}: net.safetensors, history.csv, history.png. Next: exitwise collect {place}{again}"
+        f"Trained for {len(history.epochs)} epochs; the run keeps {weights}, "
+        f"with validation top-1 {accuracies} % by exit.\n"
+        f"The run is in {path}: net.safetensors, history.csv, history.png. Next: exitwise collect {path}{net_option}"
     )
     return None
-
-
-def print_json(**data: Any) -> None:
-    """One line for machines."""
-    from exitwise.core.results import to_jsonable
-
-    print(json.dumps(to_jsonable(data), allow_nan=False))

@@ -136,10 +136,10 @@ class Comparison:
                 else:
                     rows.append(judge.row(method.name, PUBLIC, public, budget))
                 for name, request in requests.items():
-                    rows.append(judge.row(method.name, name, made.policy(costs, budget, request), budget))
+                    rows.append(judge.row(method.name, name, made.fit_policy(costs, budget, request), budget))
                 if sure is not None:
                     try:
-                        certified = sure.policy(costs, budget, guaranteed)
+                        certified = sure.fit_policy(costs, budget, guaranteed)
                     except NotCertifiedError as error:
                         notes.append(f"{method.name}, by {score}: {error}.")
                         continue
@@ -149,7 +149,7 @@ class Comparison:
         samples = {
             "all but certified": {"split": "val", "samples": len(trace.val)},
             **({"certified": samples} if samples else {}),
-            **policies.tested_on(trace),
+            "tested_on": {"split": "test", "samples": 0 if trace.test is None else len(trace.test)},
         }
         return PolicyTable(
             rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""A run: a directory that holds what the commands left, and what made it."""
+"""Run directories: the results of the commands and their provenance."""
 
 import platform
 import shutil
@@ -18,12 +18,13 @@ from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
 from exitwise.core.version import __version__
 from exitwise.policies.policy import Policy
+from exitwise.runs.chosen import ChosenClassifier
 
 FORMAT, VERSION = "exitwise.run", 1
 
 
-def _may_be_attached(attach: Any) -> bool:
-    """Whether a spec may say this of the exits that were put on a model: nothing, or where they are."""
+def _is_valid_attach(attach: Any) -> bool:
+    """Return whether `attach` is a valid entry of a model spec: None, or a dict with the positions of the exits."""
     if attach is None:
         return True
     at = attach.get("at") if isinstance(attach, dict) else None
@@ -31,7 +32,7 @@ def _may_be_attached(attach: Any) -> bool:
 
 
 class Run:
-    """An existing run; its files are read when asked for."""
+    """An existing run directory. Its files are read on request."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -43,15 +44,15 @@ class Run:
             raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
         data = self.metadata.get("data")
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-            raise InputError(f"{self.directory / 'run.json'} must name its data set, but says {data!r}")
+            raise InputError(f"{self.directory / 'run.json'} must name its dataset, but holds {data!r}")
         if not isinstance(data.get("root"), str | None):
             raise InputError(f"{self.directory / 'run.json'} must give a folder as root, but gives {data['root']!r}")
         model, training = self.metadata.get("model"), self.metadata.get("training")
-        if not isinstance(model, dict) or not _may_be_attached(model.get("attach")):
-            raise InputError(f"{self.directory / 'run.json'} must describe its model, but says {model!r}")
+        if not isinstance(model, dict) or not _is_valid_attach(model.get("attach")):
+            raise InputError(f"{self.directory / 'run.json'} must describe its model, but holds {model!r}")
         described = isinstance(training, dict) and isinstance(training.get("recipe"), dict | None)
         if training is not None and not described:
-            raise InputError(f"{self.directory / 'run.json'} must describe its training, but says {training!r}")
+            raise InputError(f"{self.directory / 'run.json'} must describe its training, but holds {training!r}")
 
     @property
     def name(self) -> str:
@@ -73,10 +74,10 @@ class Run:
         return self.directory / "calibrations" / f"{method.slug}.safetensors"
 
     def training(self) -> dict[str, Any]:
-        """How the run's net is trained."""
+        """Return the entry `training` of run.json."""
         found = self.metadata.get("training")
         if not isinstance(found, dict):
-            raise InputError(f"{self.directory} was not made by training: there is nothing to go on with")
+            raise InputError(f"{self.directory} was not made by training: there is nothing to resume")
         return found
 
     def trace(self) -> Trace:
@@ -93,15 +94,33 @@ class Run:
                     )
         return trace
 
-    def calibration(self, method: Method) -> Calibration | None:
-        """The saved calibration by this method, if there is one."""
+    def calibration(self, method: Method, trace: Trace) -> Calibration | None:
+        """Load the saved calibration by a method, if there is one, and check that it belongs to the trace."""
         file = self.calibration_file(method)
-        return Calibration.load(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        calibration = Calibration.load(file)
+        if not calibration.belongs_to(trace):
+            raise InputError(f"{file} is of another net than the run's trace: calibrate again")
+        return calibration
+
+    @property
+    def chosen_file(self) -> Path:
+        return self.directory / "chosen.safetensors"
+
+    def chosen(self) -> ChosenClassifier | None:
+        """Load the classifier of the last evaluation, if there was one."""
+        return ChosenClassifier.load(self.chosen_file) if self.chosen_file.is_file() else None
+
+    def choose(self, classifier: ChosenClassifier) -> None:
+        """Make a classifier the one that later commands use; its policy is also written to policy.json."""
+        classifier.save(self.chosen_file)
+        classifier.policy.save(self.directory / "policy.json")
 
     def remove_derived(self) -> None:
-        """Remove what was made from an earlier trace."""
+        """Remove results of an earlier trace."""
         shutil.rmtree(self.directory / "calibrations", ignore_errors=True)
-        for name in ("policy.json", "results.json", "bench.json"):
+        for name in ("chosen.safetensors", "policy.json", "results.json", "bench.json"):
             (self.directory / name).unlink(missing_ok=True)
 
     @property
@@ -109,7 +128,7 @@ class Run:
         return self.directory / "bench.json"
 
     def measured_costs(self) -> Costs:
-        """Milliseconds up to each exit, as `exitwise bench` measured them on a machine."""
+        """Return the cumulative milliseconds up to each exit that `exitwise bench` measured."""
         if not self.bench_file.is_file():
             place = self.directory
             raise InputError(f"{place} has no times yet: run `exitwise bench {place}` on the machine that it is for")
@@ -119,15 +138,12 @@ class Run:
             raise InputError(f"{self.bench_file} holds no usable costs ({error}): measure again") from None
 
     def policy(self) -> Policy | None:
-        """The policy of the last evaluation, if there was one."""
+        """Load the policy of the last evaluation, if there was one."""
         file = self.directory / "policy.json"
         return Policy.load(file) if file.is_file() else None
 
-    def save_policy(self, policy: Policy) -> None:
-        policy.save(self.directory / "policy.json")
-
     def add_results(self, **results: Any) -> None:
-        """Put results beside those of other commands in results.json."""
+        """Add results to results.json, beside those of other commands."""
         file = self.directory / "results.json"
         known = read_json(file) if file.is_file() else {"format": "exitwise.results", "version": 1}
         write_json(file, {**known, **results})
@@ -136,12 +152,12 @@ class Run:
 def run_metadata(
     model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The contents of run.json."""
+    """Return the contents of run.json."""
     about = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
     return {**about, **({"training": dict(training)} if training else {}), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
-    """Of what decides results."""
+    """Return the versions of Python and of the packages that affect results."""
     found = {"exitwise": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
     return {**found, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""What the command `train` does: makes a run and trains its net, or goes on with one."""
+"""Train the net of a new run, or resume the training of an existing one."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exitwise import data, models
+from exitwise import data
 from exitwise.core.distributed import rank, run_on_rank_zero
 from exitwise.core.errors import AllRanksError, InputError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.models.net import MultiExitNet
-from exitwise.runs.collect import FILE_SIZE, DataOptions, absolute, build_net, load_splits, rebuild_net
+from exitwise.runs.data import absolute_name, load_new_data, load_splits
+from exitwise.runs.nets import build_net, net_input_size, rebuild_net
+from exitwise.runs.options import DataOptions, ExecutionOptions, MachineOptions, NetOptions, TrainOptions
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.history import History
@@ -29,132 +31,128 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """What a training is asked to be; what is None is the data set's own, or the run's when it goes on."""
-
-    model: str | None = None
-    net: str | None = None
-    recipe: str | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    seed: int | None = None
-    compile: bool | None = None
-    precision: str | None = None
-
-    def to_recipe(self, known: data.DataSet) -> Recipe:
-        recipe = get_recipe(self.recipe or known.recipe)
-        if self.epochs is not None:
-            recipe = recipe.scaled(self.epochs)
-        changes = {"batch_size": self.batch_size, "lr": self.lr}
-        return replace(recipe, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class ExecutionOptions:
-    """What a training is done with."""
-
-    machine: Machine
-    accumulate: int | None = None
-    workers: int = 0
-    checkpoint_minutes: float = 10.0
-
-
-@dataclass(frozen=True)
 class TrainingSpec:
-    """What decides a training's result, as run.json keeps it."""
+    """Everything that determines the result of a training, as stored in run.json."""
 
     recipe: Recipe
     seed: int
     compile: bool
     precision: str
     threads: int
-    parts: int  # of a batch: processes times parts that each takes one after the other
-    images: str  # a digest of the training pictures and their order
+    parts: int  # micro-batches per batch: processes times micro-batches that each accumulates
+    images: str  # digest of the training images and their order
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "recipe": self.recipe.to_dict()}
 
     @classmethod
     def of(cls, run: Run) -> "TrainingSpec":
-        """The plan of a run, checked."""
-        kept = run.training()
+        """Read and check the spec of a run."""
+        training = run.training()
         kinds = {"seed": int, "compile": bool, "precision": str, "threads": int, "parts": int, "images": str}
         for name, kind in kinds.items():
-            if not isinstance(kept.get(name), kind):
-                raise InputError(f"{run.directory / 'run.json'} must say the {name} of its training")
-        return cls(Recipe.from_dict(kept.get("recipe")), **{name: kept[name] for name in kinds})
+            if not isinstance(training.get(name), kind):
+                raise InputError(f"{run.directory / 'run.json'} must hold the {name} of its training")
+        return cls(Recipe.from_dict(training.get("recipe")), **{name: training[name] for name in kinds})
 
 
 def train_new_run(
     directory: Path,
     source: DataOptions,
-    order: TrainOptions,
-    means: ExecutionOptions,
+    net_options: NetOptions,
+    options: TrainOptions,
+    machine: MachineOptions,
+    execution: ExecutionOptions,
     force: bool,
-    watcher: TrainingCallback,
+    callback: TrainingCallback,
 ) -> History:
-    """Make a run and train its net."""
-    known = data.data_set(source.name)
-    recipe = order.to_recipe(known)
-    seed = order.seed or 0
-    as_generator(seed)  # refuses what is no seed
-    preset = None if order.net else order.model or known.model
-    size = models.config(preset).input_shape[1] if preset else FILE_SIZE
-    fabric = means.machine.fabric()  # says what the machine cannot do before any picture is read
-    held, splits, about = source.load(size)
+    """Create a run and train its net."""
+    dataset = data.get_dataset(str(source.data))
+    recipe = make_recipe(options, dataset.recipe)
+    seed = options.seed or 0
+    as_generator(seed)  # an invalid seed is an error before any data are read
+    preset = None if net_options.net else net_options.model or dataset.model
+    size = net_input_size(preset)
+    fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
+    held_out, splits, metadata = load_new_data(source, size)
     with temporary_seed(seed):
-        net = build_net(preset, order.net, splits.train.shape, len(splits.train.classes))
+        net = build_net(preset, net_options.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
-    compiled = worth_compiling(batches) if order.compile is None else order.compile
-    as_batch_source(splits.train, recipe, seed)  # refuses a batch size that the pictures do not have
+    compiled = worth_compiling(batches) if options.compile is None else options.compile
+    as_batch_source(splits.train, recipe, seed)  # fails for a batch size larger than the training set
     fabric.launch()
-    parts = fabric.world_size * (means.accumulate or 1)
-    precision, threads = means.machine.precision, torch.get_num_threads()
-    plan = TrainingSpec(recipe, seed, compiled, precision, threads, parts, _digest(splits.train))
-    trainer = _trainer(net, splits, plan, means, fabric, directory)
-    described = run_metadata(net.spec or {"net": order.net}, about, plan.to_dict())
-    run_on_rank_zero(lambda: _make_run(directory, force, described, held))
-    return _run(trainer, means, watcher)
+    spec = TrainingSpec(
+        recipe=recipe,
+        seed=seed,
+        compile=compiled,
+        precision=options.precision or "32-true",
+        threads=torch.get_num_threads(),
+        parts=fabric.world_size * (execution.accumulate or 1),
+        images=_digest(splits.train),
+    )
+    trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
+    described = run_metadata(net.spec or {"net": net_options.net}, metadata, spec.to_dict())
+    run_on_rank_zero(lambda: _create_run(directory, force, described, held_out))
+    return _run_training(trainer, execution, callback)
+
+
+def make_recipe(options: TrainOptions, default: str) -> Recipe:
+    """Return the recipe of the options, or the default one by name, with the values that the options override."""
+    recipe = get_recipe(options.recipe or default)
+    if options.epochs is not None:
+        recipe = recipe.scaled(options.epochs)
+    if options.batch_size is not None:
+        recipe = replace(recipe, batch_size=options.batch_size)
+    if options.lr is not None:
+        recipe = replace(recipe, lr=options.lr)
+    return recipe
 
 
 def resume_run(
-    directory: Path, root: Path | None, order: TrainOptions, means: ExecutionOptions, watcher: TrainingCallback
+    directory: Path,
+    root: Path | None,
+    net_options: NetOptions,
+    options: TrainOptions,
+    machine: MachineOptions,
+    execution: ExecutionOptions,
+    callback: TrainingCallback,
 ) -> History:
-    """Go on with the training of an existing run."""
+    """Resume the training of an existing run from its newest checkpoint."""
     run = Run(directory)
     if run.training().get("freeze_backbone"):
-        raise InputError(f"{directory} had its heads trained alone, which cannot go on: train it again with --force")
-    plan = TrainingSpec.of(run)
-    _check_same(run, order, plan)
-    fabric = replace(means.machine, precision=plan.precision).fabric()
-    with temporary_seed(plan.seed):
-        net = rebuild_net(run, order.net)
+        raise InputError(f"{directory} is a training of heads, which cannot be resumed: repeat it with --force")
+    spec = TrainingSpec.of(run)
+    _check_same_options(run, net_options, options, spec)
+    fabric = _machine(machine, execution, spec.precision).fabric()
+    with temporary_seed(spec.seed):
+        net = rebuild_net(run, net_options.net)
     splits = load_splits(run, root)
-    if len(splits.train.classes) != net.num_classes:
-        found = len(splits.train.classes)
-        raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {found}")
-    if _digest(splits.train) != plan.images:
-        raise InputError(
-            f"{directory} cannot go on: its training pictures, or their order, have changed since it began"
-        )
+    classes = len(splits.train.classes)
+    if classes != net.num_classes:
+        raise InputError(f"{directory} has a net of {net.num_classes} classes, but its data now have {classes}")
+    if _digest(splits.train) != spec.images:
+        raise InputError(f"{directory} cannot be resumed: its training images, or their order, have changed")
     fabric.launch()
-    if plan.threads != torch.get_num_threads():
-        now = torch.get_num_threads()
-        _log.warning("threads were %d and are %d now: the last bits may come out differently", plan.threads, now)
-    trainer = _trainer(net, splits, plan, means, fabric, directory)
-    if not run_on_rank_zero(lambda: _not_begun(trainer, directory)):
+    threads = torch.get_num_threads()
+    if spec.threads != threads:
+        _log.warning("trained with %d threads before and %d now: the last bits may differ", spec.threads, threads)
+    trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
+    if not run_on_rank_zero(lambda: _has_no_checkpoint(trainer, directory)):
         trainer.resume()
-    return _run(trainer, means, watcher)
+    return _run_training(trainer, execution, callback)
 
 
-def _not_begun(trainer: Trainer, directory: Path) -> bool:
-    """Whether a run was interrupted before its first checkpoint, so that nothing was lost."""
-    return trainer.snapshots.newest() is None and not (directory / "history.csv").exists()
+def _machine(machine: MachineOptions, execution: ExecutionOptions, precision: str) -> Machine:
+    return Machine(machine.accelerator, machine.devices, machine.num_nodes, precision, execution.strategy)
 
 
-def _digest(images: data.Pictures) -> str:
-    """Of pictures, labels, classes and their order."""
+def _has_no_checkpoint(trainer: Trainer, directory: Path) -> bool:
+    """Return whether a run was interrupted before its first checkpoint, so that it can start again."""
+    return trainer.checkpoints.newest() is None and not (directory / "history.csv").exists()
+
+
+def _digest(images: Any) -> str:
+    """Return a digest of images, labels, classes and their order."""
     digest = blake2b(digest_size=16)
     for part in (images.fingerprints(), images.labels):
         digest.update(part.numpy().data)
@@ -162,68 +160,68 @@ def _digest(images: data.Pictures) -> str:
     return digest.hexdigest()
 
 
-def _trainer(
+def _make_trainer(
     net: MultiExitNet,
-    splits: data.Splits[data.Pictures],
-    plan: TrainingSpec,
-    means: ExecutionOptions,
+    splits: data.Splits[Any],
+    spec: TrainingSpec,
+    workers: int,
+    accumulate: int | None,
     fabric: "Fabric",
     directory: Path,
 ) -> Trainer:
-    """A trainer in every process. Parts that processes do not take, each takes one after the other."""
-    source = as_batch_source(splits.train, plan.recipe, plan.seed, means.workers)
-    val = data.Batches(splits.val, plan.recipe.batch_size, means.workers)
-    accumulate, left = divmod(plan.parts, fabric.world_size)
-    if left or means.accumulate not in (None, accumulate):
+    """Make a trainer on every rank; micro-batches beyond the number of ranks are accumulated."""
+    source = as_batch_source(splits.train, spec.recipe, spec.seed, workers)
+    val = data.Batches(splits.val, spec.recipe.batch_size, workers)
+    per_rank, remainder = divmod(spec.parts, fabric.world_size)
+    if remainder or accumulate not in (None, per_rank):
         raise AllRanksError(
-            f"{directory} is trained in {plan.parts} parts per batch, which {fabric.world_size} processes"
-            f"{f' x {means.accumulate} parts' if means.accumulate else ''} do not make"
+            f"{directory} is trained in {spec.parts} parts per batch, which {fabric.world_size} processes"
+            f"{f' x {accumulate} parts' if accumulate else ''} do not make"
         )
-    return Trainer(net, source, val, plan.recipe, fabric, directory, plan.seed, accumulate, plan.compile)
+    return Trainer(net, source, val, spec.recipe, fabric, directory, spec.seed, per_rank, spec.compile)
 
 
-def _run(trainer: Trainer, means: ExecutionOptions, watcher: TrainingCallback) -> History:
-    trainer.checkpoint_minutes = means.checkpoint_minutes
-    trainer.watcher = watcher if rank() == 0 else TrainingCallback()
+def _run_training(trainer: Trainer, execution: ExecutionOptions, callback: TrainingCallback) -> History:
+    trainer.checkpoint_minutes = execution.checkpoint_minutes
+    trainer.callback = callback if rank() == 0 else TrainingCallback()
     history = trainer.run()
     if rank() == 0:
         history.plot(trainer.folder / "history.png")
     return history
 
 
-def _make_run(directory: Path, force: bool, about: dict[str, Any], held: data.HoldOut) -> None:
+def _create_run(directory: Path, force: bool, metadata: dict[str, Any], held_out: data.HoldOut) -> None:
     with atomic_directory(directory, force) as new:
-        write_json(new / "run.json", about)
-        held.save(new / "split.safetensors")
+        write_json(new / "run.json", metadata)
+        held_out.save(new / "split.safetensors")
 
 
 def check_same_data(run: Run, name: str) -> None:
-    """Refuse to go on with another data set than the run's."""
-    data.data_set(name)
-    if absolute(name) != run.metadata["data"]["name"]:
-        raise InputError(f"{run.directory} is trained on {run.metadata['data']['name']}, and cannot go on with {name}")
+    """Raise InputError unless `name` is the dataset that the run is trained on."""
+    data.get_dataset(name)
+    trained_on = run.metadata["data"]["name"]
+    if absolute_name(name) != trained_on:
+        raise InputError(f"{run.directory} is trained on {trained_on}, and cannot be resumed with {name}")
 
 
-def _check_same(run: Run, order: TrainOptions, plan: TrainingSpec) -> None:
-    """Refuse to go on as something else than the run is."""
-    recipe = plan.recipe
-    has = {
-        "model": (run.metadata.get("model") or {}).get("preset"),
-        "epochs": recipe.epochs,
-        "batch_size": recipe.batch_size,
-        "lr": recipe.lr,
-        "seed": plan.seed,
-        "compile": plan.compile,
-        "precision": plan.precision,
+def _check_same_options(run: Run, net_options: NetOptions, options: TrainOptions, spec: TrainingSpec) -> None:
+    """Raise InputError if a given option differs from the run's: a resumed training cannot change."""
+    recipe = spec.recipe
+    pairs = {
+        "model": (net_options.model, run.metadata["model"].get("preset")),
+        "epochs": (options.epochs, recipe.epochs),
+        "batch-size": (options.batch_size, recipe.batch_size),
+        "lr": (options.lr, recipe.lr),
+        "seed": (options.seed, spec.seed),
+        "compile": (options.compile, spec.compile),
+        "precision": (options.precision, spec.precision),
     }
-    for name, value in has.items():
-        asked = getattr(order, name)
-        if asked is not None and asked != value:
-            option = name.replace("_", "-")
-            raise InputError(f"{run.directory} is trained with --{option} {value}, and cannot go on with {asked}")
-    if (
-        order.recipe is not None
-        and replace(get_recipe(order.recipe).scaled(recipe.epochs), lr=recipe.lr, batch_size=recipe.batch_size)
-        != recipe
-    ):
-        raise InputError(f"{run.directory} is trained by another recipe than {order.recipe!r}, and cannot change it")
+    for name, (requested, value) in pairs.items():
+        if requested is not None and requested != value:
+            raise InputError(
+                f"{run.directory} is trained with --{name} {value}, and cannot be resumed with {requested}"
+            )
+    if options.recipe is not None:
+        scaled = get_recipe(options.recipe).scaled(recipe.epochs)
+        if replace(scaled, lr=recipe.lr, batch_size=recipe.batch_size) != recipe:
+            raise InputError(f"{run.directory} is trained with another recipe than {options.recipe!r}")

@@ -1,18 +1,19 @@
-"""What the command `train --freeze-backbone` does: makes a run of a net whose heads alone are trained."""
+"""Train the heads of a net on its frozen backbone, as a new run."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from exitwise import data, models
+from exitwise import data
 from exitwise.core.errors import InputError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.models.attach.attach import attach
 from exitwise.models.weights import load_checkpoint, save_checkpoint
-from exitwise.runs.collect import FILE_SIZE, DataOptions, build_net
+from exitwise.runs.data import load_new_data
+from exitwise.runs.nets import build_net, net_input_size
+from exitwise.runs.options import DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
@@ -21,71 +22,59 @@ from exitwise.training.machine import Machine
 from exitwise.training.recipes import HeadRecipe
 
 
-@dataclass(frozen=True)
-class HeadTrainOptions:
-    """What a training of heads is asked to be; what is None is the recipe's own."""
-
-    model: str | None = None
-    net: str | None = None
-    weights: Path | None = None
-    last: bool = False
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    distill: float | None = None
-    seed: int | None = None
-    attach: str | None = None  # names of submodules, parted by commas, or auto
-    exits: int | None = None  # for auto
-
-    def to_recipe(self) -> HeadRecipe:
-        asked = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "distill")}
-        return HeadRecipe(**{name: value for name, value in asked.items() if value is not None})
-
-
-def train_new_heads(
+def train_heads_of_new_run(
     directory: Path,
     source: DataOptions,
-    order: HeadTrainOptions,
-    machine: Machine,
-    workers: int,
+    net_options: NetOptions,
+    options: HeadTrainOptions,
+    machine: MachineOptions,
     force: bool,
-    watcher: TrainingCallback,
+    callback: TrainingCallback,
 ) -> History:
-    """Make a run, whole or not at all: this takes too little time to go on with."""
-    known = data.data_set(source.name)
-    recipe, seed = order.to_recipe(), order.seed or 0
-    as_generator(seed)  # refuses what is no seed
-    preset = None if order.net else order.model or known.model
-    size = models.config(preset).input_shape[1] if preset else FILE_SIZE
-    if preset and order.weights is None:
-        raise InputError(f"--freeze-backbone needs a trained {preset}: give its weights by --weights")
-    fabric = machine.fabric()
+    """Create a run whose heads are trained on a frozen backbone; the run appears when the training is complete."""
+    if options.attach is not None and net_options.net is not None:
+        raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
+    if options.exits is not None and options.attach != "auto":
+        raise InputError("--exits is for --attach auto")
+    dataset = data.get_dataset(str(source.data))
+    recipe, seed = _make_recipe(options), options.seed or 0
+    as_generator(seed)  # an invalid seed is an error before any data are read
+    preset = None if net_options.net else net_options.model or dataset.model
+    size = net_input_size(preset)
+    if preset and options.weights is None:
+        raise InputError(f"train-heads needs a trained {preset}: give its weights with --weights")
+    fabric = Machine(machine.accelerator, machine.devices, machine.num_nodes).fabric()
     if fabric.world_size > 1:
-        raise InputError(f"--freeze-backbone is for one process, but {fabric.world_size} were asked for")
+        raise InputError(f"train-heads runs in one process, but {fabric.world_size} were requested")
     with atomic_directory(directory, force) as new:
-        held, splits, about = source.load(size)
+        held_out, splits, metadata = load_new_data(source, size)
         with temporary_seed(seed):
-            net = build_net(preset, order.net, splits.train.shape, len(splits.train.classes))
-        if order.weights is not None:
-            load_checkpoint(net, order.weights)
-        if order.attach is not None:
-            at = order.attach if order.attach == "auto" else order.attach.split(",")
+            net = build_net(preset, net_options.net, splits.train.shape, len(splits.train.classes))
+        if options.weights is not None:
+            load_checkpoint(net, options.weights)
+        if options.attach is not None:
+            at = options.attach if options.attach == "auto" else options.attach.split(",")
             with temporary_seed(seed):
-                net = attach(net.eval(), at, exits=order.exits, example_inputs=torch.rand(1, *splits.train.shape))
+                net = attach(net.eval(), at, exits=options.exits, example_inputs=torch.rand(1, *splits.train.shape))
         net.to(fabric.device)
-        options: dict[str, Any] = {**recipe.to_dict(), "last": order.last, "seed": seed, "workers": workers}
-        history = train_heads(net, splits.train, splits.val, watcher=watcher, **options)
+        settings: dict[str, Any] = {**recipe.to_dict(), "train_last": options.last, "seed": seed}
+        history = train_heads(net, splits.train, splits.val, workers=machine.workers, callback=callback, **settings)
         training = {
             "recipe": recipe.to_dict(),
             "freeze_backbone": True,
-            "last": order.last,
-            "weights": None if order.weights is None else str(order.weights.resolve()),
+            "last": options.last,
+            "weights": None if options.weights is None else str(options.weights.resolve()),
             "seed": seed,
             "threads": torch.get_num_threads(),
         }
-        write_json(new / "run.json", run_metadata(net.spec or {"net": order.net}, about, training))
-        held.save(new / "split.safetensors")
+        write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.net}, metadata, training))
+        held_out.save(new / "split.safetensors")
         save_checkpoint(net, new / "net.safetensors")
         history.save(new / "history.csv")
         history.plot(new / "history.png")
     return history
+
+
+def _make_recipe(options: HeadTrainOptions) -> HeadRecipe:
+    overrides = {name: getattr(options, name) for name in ("epochs", "batch_size", "lr", "distill")}
+    return HeadRecipe(**{name: value for name, value in overrides.items() if value is not None})
