@@ -133,7 +133,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "t.safetensors"
     random_trace().save(path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ew.InputError, match="not a whole safetensors file"):
+    with pytest.raises(ew.InputError, match="not a complete safetensors file"):
         ew.Trace.load(path)
 
 

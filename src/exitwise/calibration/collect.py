@@ -1,7 +1,7 @@
-"""One pass of the net over each split: features of val and test are kept, of train only the curvature sums."""
+"""One pass of the net over each split: keep the features of val and test, and only curvature sums of train."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,10 @@ from exitwise import models
 from exitwise.calibration.laplace import Curvature, CurvatureAccumulator, CurvatureMovingAverage, CurvatureSum
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import distributed
+from exitwise.core.checks import check_choice
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError, net_input_errors
-from exitwise.core.nested import describe, first_sample
+from exitwise.core.errors import InputError
+from exitwise.core.nested import first_sample
 from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, preserve_training_mode
@@ -36,44 +37,70 @@ def collect(
     curvature: Literal["sum", "average"] = "sum",
     progress: Progress | None = None,
 ) -> Trace:
-    """Run the net over loaders of (images, labels) and keep what calibration needs.
+    """Run the net once over every split and collect what calibration needs.
 
-    A batch is images (m, ...) as the net takes them, labels (m,), whole numbers in 0..c-1, and perhaps index (m,), each
-    sample's position in the data set; m may change from batch to batch. Train must come without augmentation. Memory
-    does not grow with the train set. Unless given, `costs` (K,) are counted in MACs for inputs of val's shape, and
-    `budget_range` is the paper's for the net's preset. `curvature="average"` is the public code's exponential average,
-    for comparison. The net's device and mode are left as they were.
+    A batch is (images, labels) or (images, labels, index): images (m, ...) as the net takes them, labels (m,), whole
+    numbers in 0..c-1, and index (m,), each sample's position in the dataset. m may differ from batch to batch. Memory
+    does not grow with the size of `train`. The net keeps its device and its training mode.
 
-    Among several processes (a `torch.distributed` group), each takes whole batches in turn from loaders that give all
-    of them the same, and every process returns the whole trace.
+    With several processes (a `torch.distributed` group), the loaders must give the same batches on every rank. Each
+    rank processes its shard of whole batches, and every rank returns the complete trace.
+
+    Args:
+        net: The net; it runs in evaluation mode.
+        train: Batches of the training split, without augmentation, for the curvature.
+        val: Batches of the validation split.
+        test: Batches of the test split, or None.
+        costs: Cumulative cost (K,) of each exit [default: MACs, counted for inputs of the shape of `val`].
+        classes: Names (c,) of the classes.
+        budget_range: Lowest and highest budget of the paper's tables [default: the paper's for the net's preset].
+        curvature: "sum" over all training samples, or "average" for the exponential average of the paper's released
+            code, for comparison.
+        progress: Called after every batch with the name of the split, the number of samples done, and their total
+            number or None if it is unknown.
+
+    Returns:
+        The trace: features, labels, last layers, curvature and costs.
+
+    Raises:
+        InputError: An argument or a batch is invalid, features are not finite, or the net's MACs cannot be counted.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import torch
+        >>> net = ew.models.msdnet("tiny-8")
+        >>> batches = [(torch.rand(4, 1, 8, 8), torch.arange(4)) for _ in range(2)]
+        >>> ew.collect(net, train=batches, val=batches)
+        Trace(tiny-8, 3 exits, 10 classes, 8 val samples)
     """
-    if curvature not in _ACCUMULATORS:
-        raise InputError(f"`curvature` must be one of {', '.join(_ACCUMULATORS)}, but got {curvature!r}")
+    check_choice("curvature", curvature, _ACCUMULATORS)
     if classes is not None and len(classes) != net.num_classes:
         raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
     if curvature == "average" and distributed.world_size() > 1:
-        raise InputError("`curvature` 'average' depends on the order of batches: one process alone can collect it")
-    counted = [] if costs is None else [Costs.of(costs)]
+        raise InputError(
+            f"`curvature` must be 'sum' with {distributed.world_size()} processes, but got 'average', "
+            f"which depends on the order of batches"
+        )
+    net_costs = [] if costs is None else [Costs.of(costs)]  # empty until they are counted
 
-    def count(inputs: Any) -> None:
-        """On the first batch, so that a net that cannot be counted is refused before any time is spent on it."""
-        if not counted:
+    def count_costs(inputs: Any) -> None:
+        """Count MACs on the first batch, to fail early on unsupported modules."""
+        if not net_costs:
             try:
-                counted.append(Costs.of(macs(net, example_inputs=first_sample(inputs))))
+                net_costs.append(Costs.of(macs(net, example_inputs=first_sample(inputs))))
             except InputError as error:
-                raise InputError(f"{error}; give `costs` to do without counting") from None
+                raise InputError(f"{error}; give `costs` to skip counting") from None
 
-    with _inference(net):
-        held = {"val": _features(net, val, "val", progress, count)}
-        if test is not None:
-            held["test"] = _features(net, test, "test", progress, count)
-        sums = _curvature(net, train, _ACCUMULATORS[curvature], progress)
+    with _inference_mode(net):
+        val_split = _collect_split(net, val, "val", progress, count_costs)
+        test_split = None if test is None else _collect_split(net, test, "test", progress, count_costs)
+        curvatures = _collect_curvature(net, train, _ACCUMULATORS[curvature], progress)
     return Trace(
-        val=held["val"],
-        test=held.get("test"),
-        heads=tuple(_head_weights(head.last) for head in net.exits),
-        curvature=sums,
-        costs=distributed.broadcast_object(counted)[0],  # the first process has the first batch, others may have none
+        val=val_split,
+        test=test_split,
+        heads=tuple(_copy_last_layer(head.last) for head in net.exits),
+        curvature=curvatures,
+        costs=distributed.broadcast_object(net_costs)[0],  # rank 0 has the first batch, other ranks may have none
         classes=tuple(classes) if classes is not None else None,
         model=net.spec,
         budget_range=budget_range or models.budget_range(net.spec),
@@ -81,68 +108,74 @@ def collect(
 
 
 @contextmanager
-def _inference(net: MultiExitNet) -> Any:
+def _inference_mode(net: MultiExitNet) -> Iterator[None]:
     with preserve_training_mode(net), torch.no_grad():
         net.eval()
         yield
 
 
-def _finite_features(net: MultiExitNet, images: Tensor, name: str, seen: int) -> list[Tensor]:
-    with nullcontext() if seen else net_input_errors(describe(images)):  # shows at the first batch
-        features = net.features(images)
+def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int) -> list[Tensor]:
+    """Compute the features K x (m, p_k) of a batch whose first sample is number `start` of split `name`."""
+    features = net.features(images)
     for k, x in enumerate(features):
         if x.dim() != 2:
             raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")
         if not bool(torch.isfinite(x).all()):
-            where = seen + int((~torch.isfinite(x)).any(dim=1).nonzero()[0])
-            raise InputError(f"exit {k} gave features that are not finite, first for sample {where} of `{name}`")
+            sample = start + int((~torch.isfinite(x)).any(dim=1).nonzero()[0])
+            raise InputError(f"exit {k} gave features that are not finite, first for sample {sample} of `{name}`")
     return features
 
 
-def _features(
-    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, first: Callable[[Any], None]
+def _collect_split(
+    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, on_inputs: Callable[[Any], None]
 ) -> Split:
+    """Collect features, labels and index of a split; `on_inputs` is called with the inputs of every batch."""
     features: list[list[Tensor]] = [[] for _ in net.exits]
     labels: list[Tensor] = []
-    index: list[Tensor | None] = []
-    seen = 0
+    index: list[Tensor] = []
+    done = 0
     for images, batch_labels, batch_index in validated_batches(net, loader, name, progress):
-        first(images)
-        for rows, x in zip(features, _finite_features(net, images, name, seen), strict=True):
-            rows.append(x.float().cpu())
+        on_inputs(images)
+        for batches, x in zip(features, _compute_features(net, images, name, done), strict=True):
+            batches.append(x.float().cpu())
         labels.append(batch_labels)
-        index.append(batch_index)
-        seen += len(batch_labels)
-    known = [rows for rows in index if rows is not None]
+        if batch_index is not None:
+            index.append(batch_index)
+        done += len(batch_labels)
+    has_index = distributed.broadcast_object(len(index) == len(labels))
     return Split(
-        features=tuple(distributed.gather_batches(rows) for rows in features),
+        features=tuple(distributed.gather_batches(batches) for batches in features),
         labels=distributed.gather_batches(labels),
-        index=distributed.gather_batches(known) if distributed.broadcast_object(len(known) == len(index)) else None,
+        index=distributed.gather_batches(index) if has_index else None,
     )
 
 
-def _curvature(
+def _collect_curvature(
     net: MultiExitNet,
     loader: Iterable[Batch],
-    accumulator: Callable[[int, int, bool], CurvatureAccumulator],
+    make_accumulator: Callable[[int, int, bool], CurvatureAccumulator],
     progress: Progress | None,
 ) -> tuple[Curvature, ...]:
-    """Curvature of every exit."""
-    sums = [accumulator(h.last.in_features, h.last.out_features, h.last.bias is not None) for h in net.exits]
-    seen = 0
+    """Accumulate the curvature (K,) of every exit over the training split."""
+    layers = [head.last for head in net.exits]
+    accumulators = [make_accumulator(x.in_features, x.out_features, x.bias is not None) for x in layers]
+    done = 0
     for images, labels, _ in validated_batches(net, loader, "train", progress):
-        for head, sum_, x in zip(net.exits, sums, _finite_features(net, images, "train", seen), strict=True):
-            sum_.update(x, head.last(x))
-        seen += len(labels)
-    return tuple(_over_all(sum_.result()) for sum_ in sums)
+        # The features of a batch are not bound to a name, so that they are freed before the next batch.
+        for layer, accumulator, x in zip(
+            layers, accumulators, _compute_features(net, images, "train", done), strict=True
+        ):
+            accumulator.update(x, layer(x))
+        done += len(labels)
+    return tuple(_sum_over_ranks(accumulator.result()) for accumulator in accumulators)
 
 
-def _over_all(curvature: Curvature) -> Curvature:
-    """The sums of all processes."""
-    A, B, n = (distributed.all_reduce_sum(each) for each in (curvature.A, curvature.B, torch.tensor(curvature.n)))
+def _sum_over_ranks(curvature: Curvature) -> Curvature:
+    terms = (curvature.A, curvature.B, torch.tensor(curvature.n))
+    A, B, n = (distributed.all_reduce_sum(term) for term in terms)
     return Curvature(A, B, int(n))
 
 
-def _head_weights(last: torch.nn.Linear) -> HeadWeights:
+def _copy_last_layer(last: torch.nn.Linear) -> HeadWeights:
     bias = last.bias.detach().float().cpu().clone() if last.bias is not None else None
     return HeadWeights(last.weight.detach().float().cpu().clone(), bias)

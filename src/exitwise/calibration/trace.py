@@ -1,4 +1,4 @@
-"""The trace: what is left of a net and its data once the net has run, and all that calibration needs."""
+"""The trace: features, labels, last layers, curvature and costs of a net; calibration needs nothing else."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exitwise.calibration.laplace import Curvature
 from exitwise.core import tensorfiles
-from exitwise.core.checks import check_integer
+from exitwise.core.checks import check_integer, is_number
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.held_out import split_held_out
@@ -23,7 +23,13 @@ FORMAT, VERSION = "exitwise.trace", 1
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples as every exit sees them: features K x (n, p_k), labels (n,), and where in the data set they are (n,)."""
+    """Samples of one split as every exit sees them.
+
+    Args:
+        features: Inputs K x (n, p_k) of the last layer of every exit.
+        labels: True classes (n,), int64.
+        index: Positions (n,) of the samples in the dataset, if they are known.
+    """
 
     features: tuple[Tensor, ...]
     labels: Tensor
@@ -39,7 +45,7 @@ class Split:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
 
     def take(self, samples: Tensor | Array) -> "Split":
-        """Some of the samples, by their positions (m,) or a mask (n,)."""
+        """Return some of the samples, by their positions (m,) or a mask (n,)."""
         samples = torch.as_tensor(samples)
         index = None if self.index is None else self.index[samples]
         return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
@@ -47,7 +53,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """The last layer of one exit: weight (c, p), bias (c,) or None."""
+    """Last layer of one exit: weight (c, p), bias (c,) or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -56,22 +62,37 @@ class HeadWeights:
         align_fields(self, "weight", "bias")
 
     def to_float32(self) -> "HeadWeights":
-        """The same in float32."""
+        """Return the weights in float32."""
         return HeadWeights(self.weight.float(), None if self.bias is None else self.bias.float())
 
     def logits(self, features: Tensor) -> Tensor:
-        """(n, c) from features (n, p), in float32 whatever they were kept in."""
-        single = self.to_float32()
-        return torch.nn.functional.linear(features.float(), single.weight, single.bias)
+        """Compute logits (n, c) of features (n, p), in float32 for any dtype of weights and features."""
+        weights = self.to_float32()
+        return torch.nn.functional.linear(features.float(), weights.weight, weights.bias)
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Features, labels, head weights, curvature and costs of one net on one data set.
+    """Features, labels, head weights, curvature and costs of one net on one dataset.
 
-    `heads` (K,) are the last layers: weight (c, p_k), bias (c,) or None. `curvature` (K,) are sums over the training
-    samples, how many being `n`: `A` (p_k + 1, p_k + 1), or (p_k, p_k) without a bias, and `B` (c, c). `costs` are K
-    numbers, `classes` c names.
+    Args:
+        val: The validation split, which calibration and policies are tuned on.
+        test: The test split, or None.
+        heads: Last layers (K,): weight (c, p_k), bias (c,) or None.
+        curvature: Sums (K,) over the `n` training samples: `A` (p_k + 1, p_k + 1), or (p_k, p_k) without a bias, and
+            `B` (c, c).
+        costs: Cumulative costs (K,) of the exits.
+        classes: Names (c,) of the classes, if they are known.
+        model: Description from which the net can be built again, such as its preset, if it has one.
+        budget_range: Lowest and highest budget of the paper's tables, if they are known.
+
+    Raises:
+        InputError: Shapes, types or values do not belong together, or values are not finite.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        Trace(cifar100-small, 4 exits, 100 classes, 5000 val, 10000 test samples)
     """
 
     val: Split
@@ -89,17 +110,17 @@ class Trace:
 
     @property
     def num_exits(self) -> int:
-        """K, the number of exits."""
+        """Number K of exits."""
         return len(self.heads)
 
     @property
     def num_classes(self) -> int:
-        """c, the number of classes."""
+        """Number c of classes."""
         return len(self.heads[0].weight)
 
     @property
     def preset(self) -> str | None:
-        """The preset that the net was built from; None for a net of the user's own."""
+        """Preset of the net; None for a custom net."""
         name = (self.model or {}).get("preset")
         return None if name is None else str(name)
 
@@ -130,7 +151,7 @@ class Trace:
         return replace(self, val=self.val.take(tune)), self.val.take(held_out)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write everything to one safetensors file; features as float32, or as float16 to halve it."""
+        """Write everything to one safetensors file; `dtype` of features is float32, or float16 to halve their size."""
         if dtype not in (torch.float32, torch.float16):
             raise InputError(f"`dtype` must be torch.float32 or torch.float16, but got {dtype}")
         tensors = {"costs": torch.tensor(self.costs.values, dtype=torch.float64)}
@@ -150,66 +171,68 @@ class Trace:
             }
             if head.bias is not None:
                 tensors[f"head.{k}.bias"] = head.bias
-        overflown = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
-        if overflown:
-            raise InputError(f"{overflown} holds values beyond float16; save the trace as float32")
+        overflow = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
+        if overflow:
+            raise InputError(f"{overflow} holds values beyond float16; save the trace as float32")
         metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
         metadata |= {"unit": self.costs.unit} if self.costs.unit != "MACs" else {}
-        given = {key: value for key, value in metadata.items() if value is not None}
-        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, given)
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read and check a trace; every way in which it may be broken is an `InputError` that names the file."""
+        """Read and check a trace; an `InputError` names the file and the first problem found in it."""
         return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
-        _expect("costs", tensors["costs"], (torch.float64,), 1)
-        _expect("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
+        _check_tensor("costs", tensors["costs"], (torch.float64,), 1)
+        _check_tensor("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
         for name in [key for key in tensors if key.endswith((".labels", ".index"))]:
-            _expect(name, tensors[name], (torch.int64,), 1)
+            _check_tensor(name, tensors[name], (torch.int64,), 1)
         for name in [key for key in tensors if key.startswith("head.")]:
-            _expect(name, tensors[name], (torch.float32, torch.float16, torch.float64), 1 + name.endswith("weight"))
+            dims = 2 if name.endswith("weight") else 1
+            _check_tensor(name, tensors[name], (torch.float32, torch.float16, torch.float64), dims)
         if len(tensors["curvature.n"]) != 1:
             raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
         exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
-        beyond = next((key for key in tensors if (m := search(r"\.(\d{1,9})(\.|$)", key)) and int(m[1]) >= exits), None)
-        if beyond:
-            raise InputError(f"it holds {beyond!r}, but costs of {exits} exits only")
+        extra = next((key for key in tensors if (m := search(r"\.(\d{1,9})(\.|$)", key)) and int(m[1]) >= exits), None)
+        if extra:
+            raise InputError(f"it has {extra!r}, but costs of only {exits} exits")
         for k in range(exits):
             for factor in "AB":
-                _expect(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)
+                _check_tensor(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)
 
-        def split(name: str) -> Split:
+        def read_split(name: str) -> Split:
             features = tuple(tensors[f"{name}.features.{k}"] for k in range(exits))
             return Split(features, tensors[f"{name}.labels"], tensors.get(f"{name}.index"))
 
         return cls(
-            val=split("val"),
-            test=split("test") if "test.labels" in tensors else None,
+            val=read_split("val"),
+            test=read_split("test") if "test.labels" in tensors else None,
             heads=tuple(HeadWeights(tensors[f"head.{k}.weight"], tensors.get(f"head.{k}.bias")) for k in range(exits)),
             curvature=tuple(
                 Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits)
             ),
             costs=Costs(tuple(tensors["costs"].tolist()), metadata.get("unit", "MACs")),
-            classes=_names(metadata.get("classes")),
-            model=_model(metadata.get("model")),
-            budget_range=_range(metadata.get("budget_range")),
+            classes=_read_classes(metadata.get("classes")),
+            model=_read_model(metadata.get("model")),
+            budget_range=_read_budget_range(metadata.get("budget_range")),
         )
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong, in words; nothing for a good trace."""
+        """Yield a message for every problem; none for a valid trace."""
         exits = len(self.heads)
         if not len(self.curvature) == len(self.costs) == exits:
-            yield f"{exits} heads, {len(self.curvature)} curvatures, {len(self.costs)} costs: one each per exit wanted"
+            counts = f"{exits} heads, {len(self.curvature)} curvatures and {len(self.costs)} costs"
+            yield f"every exit must have a head, a curvature and a cost, but there are {counts}"
         c = len(self.heads[0].weight)
         for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=False)):
             yield from self._exit_problems(k, head, curvature, c)
         if len({curvature.n for curvature in self.curvature}) != 1 or self.curvature[0].n < 1:
             yield f"curvature.n must be one positive number for all exits, but is {[x.n for x in self.curvature]}"
         if self.classes is not None and len(self.classes) != c:
-            yield f"{len(self.classes)} class names for {c} classes"
+            yield f"classes must name {c} classes, but names {len(self.classes)}"
         for name, split in (("val", self.val), ("test", self.test)):
             if split is not None:
                 yield from self._split_problems(name, split, c)
@@ -237,32 +260,33 @@ class Trace:
     def _split_problems(self, name: str, split: Split, c: int) -> Iterator[str]:
         n = len(split.labels)
         if split.labels.dim() != 1 or split.labels.dtype != torch.int64 or n == 0:
-            found = f"{split.labels.dtype} {tuple(split.labels.shape)}"
-            yield f"{name}.labels must be a non-empty row of int64, but is {found}"
+            actual = f"{split.labels.dtype} of shape {tuple(split.labels.shape)}"
+            yield f"{name}.labels must be a non-empty vector of int64, but is {actual}"
         low, high = int(split.labels.min()), int(split.labels.max())
         if low < 0 or high >= c:
             yield f"{name}.labels must lie in 0..{c - 1}, but reach from {low} to {high}"
         if split.index is not None and tuple(split.index.shape) != (n,):
             yield f"{name}.index must have shape {(n,)}, but has {tuple(split.index.shape)}"
         if len(split.features) != len(self.heads):
-            yield f"{name}.features must be there for {len(self.heads)} exits, but are for {len(split.features)}"
+            yield f"{name}.features must have {len(self.heads)} exits, but has {len(split.features)}"
         for k, (features, head) in enumerate(zip(split.features, self.heads, strict=False)):
             size = (n, head.weight.shape[1])
             if tuple(features.shape) != size:
                 yield f"{name}.features.{k} must have shape {size}, but has {tuple(features.shape)}"
             if features.dtype not in (torch.float16, torch.float32, torch.float64):
-                yield f"{name}.features.{k} must be float16 or float32, but is {features.dtype}"
+                yield f"{name}.features.{k} must be float16, float32 or float64, but is {features.dtype}"
             if not tensorfiles.all_finite(features):
-                where = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
-                yield f"{name}.features.{k} holds a value that is not finite, first in sample {where}"
+                sample = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
+                yield f"{name}.features.{k} holds a value that is not finite, first in sample {sample}"
 
 
-def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
+def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
     if tensor.dtype not in dtypes or tensor.dim() != dims or tensor.numel() == 0:
-        raise InputError(f"{name} must be {dims}-dimensional {dtypes[0]}, but is {tuple(tensor.shape)} {tensor.dtype}")
+        actual = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise InputError(f"{name} must be {dims}-dimensional {dtypes[0]}, but is {actual}")
 
 
-def _names(value: Any) -> tuple[str, ...] | None:
+def _read_classes(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -270,16 +294,16 @@ def _names(value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def _model(value: Any) -> Mapping[str, Any] | None:
+def _read_model(value: Any) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise InputError(f"`model` in the header must be an object, but is {value!r}")
     return value
 
 
-def _range(value: Any) -> tuple[float, float] | None:
+def _read_budget_range(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
-    numbers = isinstance(value, list) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
-    if not numbers or not 0 <= value[0] < value[1] < 1e300:
+    is_pair = isinstance(value, list) and len(value) == 2 and all(is_number(number) for number in value)
+    if not is_pair or not 0 <= value[0] < value[1] < 1e300:
         raise InputError(f"`budget_range` in the header must be two growing numbers, but is {str(value)[:80]}")
     return (float(value[0]), float(value[1]))
