@@ -810,16 +810,21 @@ class TestPrediction:
         counts = torch.bincount(said.exits, minlength=3).tolist()
         assert min(counts) > 0
         assert len(said) == 50
-        assert said.labels is said.predicted
-        assert said.cost is said.costs
         assert said.mean_cost == pytest.approx(sum(said.costs.tolist()) / 50)
-        left = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts))
-        assert repr(said) == f"Prediction(50 images, mean cost {said.mean_cost:.4g} MACs, left: {left})"
+        exited = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts))
+        assert repr(said) == f"Prediction(50 images, mean cost {said.mean_cost:.4g} MACs, exited: {exited})"
+
+    @pytest.mark.parametrize(("old", "new"), [("labels", "predicted"), ("cost", "costs")])
+    def test_deprecated_names_still_work_and_warn(self, old: str, new: str) -> None:
+        pred = classifier()(some_images(3))
+        with pytest.warns(DeprecationWarning, match=f"Prediction.{old} is deprecated: use Prediction.{new}") as caught:
+            assert getattr(pred, old) is getattr(pred, new)
+        assert caught[0].filename == __file__  # the warning points to the caller
 
     def test_an_exit_that_nobody_took_is_not_named(self) -> None:
         clf = ew.Classifier(tiny()[0], calibrated(), ew.Policy((inf, -inf, -inf)))
-        assert repr(clf(some_images(4))).endswith("left: 4 at exit 1)")
-        assert repr(clf(some_images(0))) == "Prediction(0 images, mean cost 0 MACs, left: none)"
+        assert repr(clf(some_images(4))).endswith("exited: 4 at exit 1)")
+        assert repr(clf(some_images(0))) == "Prediction(0 images, mean cost 0 MACs, exited: none)"
 
     def test_as_plain_data(self) -> None:
         said = classifier()(some_images(5))

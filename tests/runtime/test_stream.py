@@ -445,8 +445,8 @@ def test_those_who_wait_longest_go_first() -> None:
     for most, expected, waiting in ((7, range(7), 8), (100, range(7, 15), 0)):
         state, samples = pool.take(backend, most)
         assert samples.ids.tolist() == state[:, 0].tolist() == list(expected)
-        assert samples.memory is not None
-        assert samples.memory[:, 1].tolist() == [-number for number in expected]
+        assert samples.score_state is not None
+        assert samples.score_state[:, 1].tolist() == [-index for index in expected]
         assert pool.waiting == waiting
 
 
@@ -601,9 +601,12 @@ class TestController:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"score": "entropy"}, "its own has 3 on entropy in MACs"),
-            ({"thresholds": (0.5, -inf), "costs": (1.0, 2.0), "budget": 1.5}, "its own has 2 on confidence in MACs"),
-            ({"unit": "ms"}, "its own has 3 on confidence in ms"),
+            ({"score": "entropy"}, "its policy has 3 exits on entropy in MACs"),
+            (
+                {"thresholds": (0.5, -inf), "costs": (1.0, 2.0), "budget": 1.5},
+                "its policy has 2 exits on confidence in MACs",
+            ),
+            ({"unit": "ms"}, "its policy has 3 exits on confidence in ms"),
         ],
     )
     def test_a_controller_for_something_else_is_refused(self, change: dict[str, Any], words: str) -> None:
@@ -616,7 +619,7 @@ class TestController:
 
         refused(
             lambda: clf.stream(images(), controller=other),
-            "`controller` must steer a policy of 3 exits on confidence in MACs, as here",
+            "`controller` must control a policy of 3 exits on confidence in MACs",
             words,
         )
 

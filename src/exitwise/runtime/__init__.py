@@ -1,1 +1,1 @@
-"""Nets that really stop early: in torch (`classifier`), or from an ONNX bundle with numpy and onnxruntime (`onnx`)."""
+"""Early-exit inference: in torch (`classifier`), or from an ONNX bundle with NumPy and onnxruntime (`onnx`)."""

@@ -1,8 +1,8 @@
-"""How long stages take on this machine, and how much of what stopping early could save becomes time.
+"""Measure the time of stages on this machine, and the share of the possible speed-up that early exits achieve.
 
-Everything is measured on pictures of noise, whose content does not change the time; thresholds are set so that as many
-leave at each exit as the policy lets go on real data. Contenders take turns, on other pictures every time, and what
-counts is the median.
+All measurements use noise images, because the content does not change the time of a stage. Thresholds are refitted so
+that the share of samples at each exit is that of the policy on real data. Targets take turns, on other images in every
+round, and the median counts.
 """
 
 import tempfile
@@ -31,25 +31,26 @@ from exitwise.runtime.classifier import Classifier
 
 BACKENDS = ("torch", "optimized", "onnx")
 BATCH_SIZES = (1, 16, 64, 256)
-BUDGETS = (0.25, 0.5, 0.75)  # of the full net's MACs
-VANILLA, FULL = "vanilla", "full"  # the plain net to its end; the calibrated one, with every exit on the way
+BUDGETS = (0.25, 0.5, 0.75)  # shares of the full net's MACs
+VANILLA, FULL = "vanilla", "full"  # without early exits: the last exit only; every calibrated exit
 
-Progress = Callable[[int, int], None]  # rounds done, and how many there are
+Progress = Callable[[int, int], None]  # called with the number of completed rounds and of all rounds
 
 
 @dataclass(frozen=True)
 class Timing(Result):
-    """One contender on batches of one size. Times are milliseconds per image.
+    """Time of one variant on one backend at one batch size, in milliseconds per image.
 
-    `bound_ms` is what the times of full-batch stages add up to for the share of samples that each stage saw, which is
-    also what a policy in milliseconds predicts; `reached` is the part of that speed that became real, round by round.
+    `bound_ms` is the sum of the full-batch times of the stages, weighted by the share of samples that reached each
+    stage. A policy in milliseconds predicts the same time. `reached` is the bound divided by the measured time, the
+    median over rounds.
     """
 
     backend: str
     batch_size: int
     variant: str  # vanilla, full, or a budget such as 50%
     ms: float
-    speedup: float  # against the plain net to its end on the same backend
+    speedup: float  # relative to the vanilla net without early exits on the same backend
     bound_ms: float | None = None
     reached: float | None = None
     mac_speedup: float | None = None
@@ -58,7 +59,7 @@ class Timing(Result):
 
 @dataclass(frozen=True)
 class StageTimes(Result):
-    """Milliseconds per image up to each exit, calibrated exits on the way included, when nobody leaves."""
+    """Cumulative milliseconds per image up to each exit (K,), all calibrated exits included, without early exits."""
 
     backend: str
     batch_size: int
@@ -67,7 +68,7 @@ class StageTimes(Result):
 
 @dataclass(frozen=True)
 class Bench(Result):
-    """All that was measured, with the number of threads."""
+    """All measurements, with the number of threads and of rounds."""
 
     threads: int
     repeats: int
@@ -75,17 +76,17 @@ class Bench(Result):
     timings: tuple[Timing, ...]
 
     def costs(self, backend: str, batch_size: int) -> Costs:
-        """What `fit_policy` takes for a budget in milliseconds."""
+        """Return the costs in milliseconds, which `fit_policy` takes for a budget in milliseconds."""
         for row in self.stages:
             if (row.backend, row.batch_size) == (backend, batch_size):
                 return Costs(row.values, "ms")
-        known = ", ".join(f"{row.backend}:{row.batch_size}" for row in self.stages)
-        raise InputError(f"{backend}:{batch_size} was not measured; measured were {known}")
+        measured = ", ".join(f"{row.backend}:{row.batch_size}" for row in self.stages)
+        raise InputError(f"{backend}:{batch_size} was not measured; measured were {measured}")
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """A backend made anew for each call, the plain net on it, and how it wants its images."""
+    """A backend under test: makes a backend per call, runs the vanilla net, and converts images to its input."""
 
     backend: Callable[[], Any]
     vanilla: Callable[[Any], Any]
@@ -95,44 +96,52 @@ class BenchTarget:
 def bench_targets(
     net: MultiExitNet, calibration: Calibration, shape: tuple[int, ...], names: Sequence[str], threads: int
 ) -> dict[str, BenchTarget]:
-    """The net by name of backend; `onnx` is exported first."""
+    """Return a target for each of the backends `names`; `onnx` is exported first.
+
+    Args:
+        net: The multi-exit net.
+        calibration: Its calibration.
+        shape: Shape of one image.
+        names: Some of `BACKENDS`.
+        threads: Number of onnxruntime's threads.
+    """
     for name in names:
         if name not in BACKENDS:
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
-    made = {}
+    targets = {}
     for name in names:
         classifier = Classifier(net, calibration, no_early_exit_policy(range(1, len(net.stages) + 1)))
         if name == "onnx":
-            made[name] = _onnx(classifier, shape, threads)
+            targets[name] = _make_onnx_target(classifier, shape, threads)
         else:
             classifier = classifier.optimize() if name == "optimized" else classifier
-            made[name] = _torch(classifier)
-    return made
+            targets[name] = _make_torch_target(classifier)
+    return targets
 
 
 def no_early_exit_policy(costs: Sequence[float]) -> Policy:
-    """Everyone goes on to the last of the exits that cost this much."""
+    """Return a policy under which all samples run to the last exit; `costs` (K,) are those of the exits."""
     return Policy((*[float("inf")] * (len(costs) - 1), float("-inf")), costs=tuple(costs))
 
 
 def predictions(net: MultiExitNet, calibration: Calibration, images: Tensor) -> Predictions:
-    """What every exit says of images, which all go through the whole net."""
+    """Predict with every exit, without early exiting."""
     with torch.inference_mode():
         parts = [net.features(part) for part in torch.split(images, 64)]
     return calibration.predict([torch.cat(rows) for rows in zip(*parts, strict=True)])
 
 
 def exit_shares(policy: Policy, preds: Predictions) -> list[float]:
-    """(K,) of the samples that leave at each exit."""
+    """Return the share (K,) of samples that exit at each exit."""
     shares: list[float] = (np.bincount(policy.exits(preds), minlength=len(preds)) / preds.shape[1]).tolist()
     return shares
 
 
-def _torch(classifier: Classifier) -> BenchTarget:
+def _make_torch_target(classifier: Classifier) -> BenchTarget:
     def vanilla(images: Tensor) -> Array:
         net = classifier.net
         with torch.inference_mode():
-            state = classifier.backend().start(images).state
+            state = classifier.backend().start(images).stage_input
             for stage in net.stages:
                 state = stage(state)
             probs: Array = net.exits[-1](state).softmax(dim=1).numpy()
@@ -141,7 +150,7 @@ def _torch(classifier: Classifier) -> BenchTarget:
     return BenchTarget(classifier.backend, vanilla, lambda images: images)
 
 
-def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> BenchTarget:
+def _make_onnx_target(classifier: Classifier, shape: tuple[int, ...], threads: int) -> BenchTarget:
     from exitwise.runtime.export import export_last_exit
     from exitwise.runtime.onnx import OnnxBackend, Session, inference_session
 
@@ -149,23 +158,23 @@ def _onnx(classifier: Classifier, shape: tuple[int, ...], threads: int) -> Bench
         example = torch.zeros(1, *shape)
         classifier.export(Path(folder) / "bundle", example)
         session = Session(Path(folder) / "bundle", threads=threads)
-        plain = Path(folder) / "plain.onnx"
-        export_last_exit(classifier.net, example, plain)
-        full = inference_session(plain.read_bytes(), threads, plain)
+        file = Path(folder) / "vanilla.onnx"
+        export_last_exit(classifier.net, example, file)
+        vanilla = inference_session(file.read_bytes(), threads, file)
     return BenchTarget(
-        lambda: OnnxBackend(session), lambda images: full.run(None, {"image": images}), lambda images: images.numpy()
+        lambda: OnnxBackend(session), lambda images: vanilla.run(None, {"image": images}), lambda images: images.numpy()
     )
 
 
 def match_exit_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
-    """The policy with thresholds that let these shares (K,) of other predictions leave."""
+    """Return the policy with thresholds at which the given shares (K,) of the samples of `preds` (K, n, c) exit."""
     ranking = ScoreRanking(exit_scores(preds, policy.score))
     counts = np.rint(np.asarray(shares) * ranking.samples)
     return replace(policy, thresholds=ranking.thresholds(ranking.cutoffs_for_counts(counts)))
 
 
 def measure(
-    made: Mapping[str, BenchTarget],
+    targets: Mapping[str, BenchTarget],
     policies: Mapping[str, Policy],
     images: Tensor,
     macs: Sequence[float],
@@ -173,76 +182,90 @@ def measure(
     repeats: int = 5,
     progress: Progress = lambda done, total: None,
 ) -> Bench:
-    """Time every contender at every batch size: the plain net, the full calibrated one, and each policy."""
+    """Time every target at every batch size: the vanilla net, the full calibrated net, and each policy.
+
+    Args:
+        targets: Backends under test by name, from `bench_targets`.
+        policies: Policies by label.
+        images: Noise images (n, ...).
+        macs: Cumulative MACs (K,) of the exits.
+        batch_sizes: Batch sizes to measure.
+        repeats: Number of rounds that count, after one to warm up.
+        progress: Called after every round.
+    """
     exits = len(macs)
     stages: list[StageTimes] = []
     timings: list[Timing] = []
     total = len(batch_sizes) * (repeats + 1)
-    for number, size in enumerate(batch_sizes):
+    for size_index, size in enumerate(batch_sizes):
         count = min(len(images), max(size, 128) if size > 1 else 32)
         times: dict[tuple[str, str], list[float]] = {}
-        stage_times: dict[str, list[Array]] = {name: [] for name in made}
+        stage_times: dict[str, list[Array]] = {name: [] for name in targets}
         reach: dict[tuple[str, str], list[Array]] = {}
-        for repeat in range(-1, repeats):  # the first is for warming up
+        for repeat in range(-1, repeats):  # the first warms up
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(repeat + 1))[:count]
-            for name, contender in made.items():
-                batches = [contender.images(batch) for batch in torch.split(images[order], size)]
-                found = {VANILLA: _seconds(lambda: [contender.vanilla(batch) for batch in batches])}  # noqa: B023
-                per_stage = np.sum([_stage_seconds(contender, batch, exits) for batch in batches], axis=0)
-                found[FULL] = float(per_stage.sum())
+            for name, target in targets.items():
+                batches = [target.images(batch) for batch in torch.split(images[order], size)]
+                seconds = {VANILLA: _time(lambda: [target.vanilla(batch) for batch in batches])}  # noqa: B023
+                per_stage = np.sum([_time_stages(target, batch, exits) for batch in batches], axis=0)
+                seconds[FULL] = float(per_stage.sum())
                 for label, policy in policies.items():
-                    left: list[Array] = []
-                    found[label] = _seconds(lambda: left.extend(_exits(contender, policy, batches)))  # noqa: B023
+                    exits_taken: list[Array] = []
+                    seconds[label] = _time(lambda: exits_taken.extend(_run_batches(target, policy, batches)))  # noqa: B023
                     if repeat >= 0:
-                        reach.setdefault((name, label), []).append(_reach(np.concatenate(left), exits))
+                        shares_reached = _shares_reached(np.concatenate(exits_taken), exits)
+                        reach.setdefault((name, label), []).append(shares_reached)
                 if repeat >= 0:
                     stage_times[name].append(per_stage)
-                    for label, seconds in found.items():
-                        times.setdefault((name, label), []).append(seconds)
-            progress(number * (repeats + 1) + repeat + 2, total)
-        for name in made:
-            ms = {label: 1e3 * median(times[name, label]) / count for label in (VANILLA, FULL, *policies)}
+                    for label, value in seconds.items():
+                        times.setdefault((name, label), []).append(value)
+            progress(size_index * (repeats + 1) + repeat + 2, total)
+        for name in targets:
             per_stage = 1e3 * np.median(stage_times[name], axis=0) / count
             stages.append(StageTimes(name, size, tuple(np.cumsum(per_stage).tolist())))
-            for label, each in ms.items():
-                row = Timing(name, size, label, each, ms[VANILLA] / each)
+            variants = (VANILLA, FULL, *policies)
+            ms = {label: 1e3 * median(times[name, label]) / count for label in variants}
+            for label in variants:
+                timing = Timing(name, size, label, ms[label], ms[VANILLA] / ms[label])
                 if label in policies:
-                    seen = np.array(reach[name, label])  # (rounds, K)
-                    bounds = seen @ per_stage
-                    shares = -np.diff(seen.mean(axis=0), append=0.0)
-                    row = replace(
-                        row,
+                    reached = np.array(reach[name, label])  # (rounds, K)
+                    bounds = reached @ per_stage
+                    shares = -np.diff(reached.mean(axis=0), append=0.0)
+                    timing = replace(
+                        timing,
                         bound_ms=median(bounds),
                         reached=median(bounds / (1e3 * np.array(times[name, label]) / count)),
                         mac_speedup=float(macs[-1] / (shares @ np.asarray(macs))),
                         exit_shares=tuple(shares.tolist()),
                     )
-                timings.append(row)
+                timings.append(timing)
     return Bench(torch.get_num_threads(), repeats, tuple(stages), tuple(timings))
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _time(function: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def _stage_seconds(contender: BenchTarget, batch: Any, exits: int) -> list[float]:
-    """(K,) of each stage with its calibrated exit and the look at its answer, on the full batch."""
-    backend, nobody = contender.backend(), no_early_exit_policy(range(1, exits + 1))
-    state, found = backend.start(batch), []
+def _time_stages(target: BenchTarget, batch: Any, exits: int) -> list[float]:
+    """Return the seconds (K,) of each stage with its calibrated exit and the policy's decision, on the full batch."""
+    backend, policy = target.backend(), no_early_exit_policy(range(1, exits + 1))
+    state, seconds = backend.start(batch), []
     for exit in range(exits):
         start = time.perf_counter()
-        state, said = backend.run(exit, state)
-        nobody.stops(exit, said, None)
-        found.append(time.perf_counter() - start)
-    return found
+        state, pred = backend.run(exit, state)
+        policy.stops(exit, pred, None)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
-def _exits(contender: BenchTarget, policy: Policy, batches: Sequence[Any]) -> list[Array]:
-    return [engine.classify(contender.backend(), policy, batch)[2] for batch in batches]
+def _run_batches(target: BenchTarget, policy: Policy, batches: Sequence[Any]) -> list[Array]:
+    """Run batches with early exits; return the exits (n,) taken in each."""
+    return [engine.classify(target.backend(), policy, batch)[2] for batch in batches]
 
 
-def _reach(left: Array, exits: int) -> Array:
-    """(K,) the share of samples that each stage saw."""
-    return np.array([float((left >= exit).mean()) for exit in range(exits)])
+def _shares_reached(exits_taken: Array, exits: int) -> Array:
+    """Return the share (K,) of samples that reached each exit."""
+    return np.array([float((exits_taken >= exit).mean()) for exit in range(exits)])

@@ -1,4 +1,4 @@
-"""The manifest of an ONNX bundle, and its check before anything runs. Without torch, onnx or onnxruntime."""
+"""Manifest of an ONNX bundle, and its checks before any graph runs. Imports no torch, onnx or onnxruntime."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import Any
 
+from exitwise.core.checks import check_integer, is_integer
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.files import read_json, write_json
@@ -15,14 +16,14 @@ from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.bundle", 2
 MANIFEST = "manifest.json"
-OPSET = 20  # of the operators in the graphs
-# Of what the first graph takes, as NumPy and onnxruntime call them.
+OPSET = 20  # version of the operators that `export` writes
+# Types of the inputs of the first graph: NumPy's names and onnxruntime's.
 DTYPES = {"float32": "tensor(float)", "int64": "tensor(int64)", "int32": "tensor(int32)", "bool": "tensor(bool)"}
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the first graph takes of every sample: its image, or one of several things by their names."""
+    """An input of the first graph: the image, or one of several named inputs. Fields are keys of the manifest."""
 
     name: str
     shape: tuple[int, ...]  # of one sample
@@ -31,14 +32,14 @@ class InputSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if not isinstance(self.name, str) or self.dtype not in DTYPES:
-            raise InputError(f"an input must have a name and be of {', '.join(DTYPES)}, but is {self}")
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in self.shape):
-            raise InputError(f"the shape of {self.name} must be whole numbers, but is {self.shape}")
+            raise InputError(f"an input must have a name and one of the types {', '.join(DTYPES)}, but is {self}")
+        if not all(is_integer(size) and size > 0 for size in self.shape):
+            raise InputError(f"the shape of {self.name} must be whole numbers of at least 1, but is {self.shape}")
 
 
 @dataclass(frozen=True)
 class StageGraphInfo:
-    """One stage with its calibrated exit: names of what goes in and what comes out, in order."""
+    """A stage with its calibrated exit: file, hash, input and output names. Fields are keys of the manifest."""
 
     file: str
     sha256: str
@@ -48,29 +49,32 @@ class StageGraphInfo:
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        # A name in a manifest must not reach out of the bundle.
+        # The manifest must not name files outside of the bundle.
         if not isinstance(self.file, str) or not fullmatch(r"[A-Za-z0-9_-]+\.onnx", self.file):
-            raise InputError(f"a graph's file must have a plain name such as stage0.onnx, but has {self.file!r}")
+            raise InputError(f"a graph's file must have a name such as stage0.onnx, but has {self.file!r}")
         for value in (self.sha256, *self.inputs, *self.outputs):
             if not isinstance(value, str):
-                raise InputError(f"{self.file} must be described by words, but has {value!r}")
+                raise InputError(f"hash, inputs and outputs of {self.file} must be strings, but got {value!r}")
 
 
 def first_graph_inputs(inputs: Sequence[InputSpec]) -> tuple[str, ...]:
-    """What the first graph calls its inputs: `image`, or their places, as other names may mean something to it."""
-    if [each.name for each in inputs] == ["image"]:
+    """Return the input names of the first graph: `image`, or else `input.0`, `input.1`, ...
+
+    Other names of the user might clash with names inside the graph.
+    """
+    if [spec.name for spec in inputs] == ["image"]:
         return ("image",)
     return tuple(f"input.{i}" for i in range(len(inputs)))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle holds.
+    """Contents of a bundle. Fields are keys of `manifest.json`.
 
-    The first graph takes the `inputs`, the others the state that the one before put out, as `state.0`, `state.1` and so
-    on what that calls `next.0`, `next.1`, and where exits are ensembled the `memory` of those before: the output that
-    `memory` names here, "probs" or "drawn". Every graph puts out `probs`, those of the ensemble where there is one,
-    and for a policy on it the `variance`.
+    The first graph takes the `inputs`. Every other graph takes the stage state: the outputs `next.0`, `next.1`, ... of
+    the previous graph as `state.0`, `state.1`, ..., and with an ensemble the ensemble state as `memory`. The field
+    `memory` names the output that is the ensemble state, "probs" or "drawn"; None without an ensemble. Every graph
+    has the output `probs`, those of the ensemble if there is one, and for a policy on the variance `variance`.
     """
 
     graphs: tuple[StageGraphInfo, ...]
@@ -85,72 +89,83 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        classes = self.num_classes
-        if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-            raise InputError(f"num_classes must be a whole number, but is {classes!r}")
-        if not self.inputs or len({each.name for each in self.inputs}) < len(self.inputs):
-            raise InputError("it must have inputs, no two with the same name")
-        counts = {len(self.graphs), len(self.policy.thresholds), len(self.costs)}
-        if len(counts) != 1 or not self.graphs:
-            raise InputError("it must have as many graphs, thresholds and costs, one per exit")
+        check_integer("num_classes", self.num_classes, minimum=1)
+        if not self.inputs or len({spec.name for spec in self.inputs}) < len(self.inputs):
+            raise InputError("it must have at least one input, and input names must differ")
+        counts = (len(self.graphs), len(self.policy.thresholds), len(self.costs))
+        if len(set(counts)) != 1 or not self.graphs:
+            raise InputError("graphs, thresholds and costs must be one per exit, but are {}, {} and {}".format(*counts))
         if self.policy.unit != self.costs.unit:
             raise InputError(f"its policy is in {self.policy.unit}, but its costs are in {self.costs.unit}")
         if self.classes is not None and len(self.classes) != self.num_classes:
             raise InputError(f"it must name {self.num_classes} classes, but names {len(self.classes)}")
-        taken = [(each.shape, each.dtype) for each in self.inputs]
-        if self.preprocessing is not None and taken != [(self.preprocessing.shape, "float32")]:
-            raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {taken}")
+        input_types = [(spec.shape, spec.dtype) for spec in self.inputs]
+        if self.preprocessing is not None and input_types != [(self.preprocessing.shape, "float32")]:
+            raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {input_types}")
         if self.memory not in (None, "probs", "drawn"):
-            raise InputError(f"its memory must be probs, drawn or nothing, but is {self.memory!r}")
+            raise InputError(f"`memory` must be 'probs', 'drawn' or null, but is {self.memory!r}")
         for exit, graph in enumerate(self.graphs):
-            carried = self.carried_outputs(exit - 1) if exit else ()
-            memory = ("memory",) if exit and self.memory else ()
-            states = tuple(f"state.{i}" for i in range(len(carried) - len(memory)))
-            if exit and graph.inputs != (*states, *memory):
-                raise InputError(f"{graph.file} does not take what the graph before it puts out")
-            if not exit and graph.inputs != first_graph_inputs(self.inputs):
-                raise InputError(f"{graph.file} does not take the inputs that are named")
-            said = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
-            if not set(said) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
-                raise InputError(f"{graph.file} must put out {' and '.join(said)}, but puts out {graph.outputs}")
+            if graph.inputs != self._expected_inputs(exit):
+                source = "the outputs of the previous graph" if exit else "the inputs of the manifest"
+                raise InputError(f"the inputs of {graph.file} must be {source}, but are {', '.join(graph.inputs)}")
+            required = ["probs", *(["variance"] if self.policy.score == "variance" else [])]
+            if not set(required) <= set(graph.outputs) or len(set(graph.outputs)) < len(graph.outputs):
+                raise InputError(
+                    f"outputs of {graph.file} must differ and include {' and '.join(required)}, but are {graph.outputs}"
+                )
+
+    def _expected_inputs(self, exit: int) -> tuple[str, ...]:
+        """Return the input names that a graph must have, by the graph before it."""
+        if exit == 0:
+            return first_graph_inputs(self.inputs)
+        ensemble = ("memory",) if self.memory else ()
+        num_states = len(self.carried_outputs(exit - 1)) - len(ensemble)
+        return (*(f"state.{i}" for i in range(num_states)), *ensemble)
 
     def carried_outputs(self, exit: int) -> tuple[str, ...]:
-        """What of a graph's outputs the next one takes, in the order of its inputs."""
+        """Return the outputs of a graph that are the stage state of the next, in the order of its inputs."""
         outputs = self.graphs[exit].outputs
         states = tuple(name for name in outputs if name.startswith("next."))
         if exit == len(self.graphs) - 1 or self.memory is None:
             return states
         if self.memory not in outputs:
-            raise InputError(f"{self.graphs[exit].file} must put out {self.memory}, but puts out {outputs}")
+            raise InputError(f"{self.graphs[exit].file} must have the output {self.memory}, but has {outputs}")
         return (*states, self.memory)
 
     def graph_mismatch(
         self, exit: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any], types: Mapping[str, str]
     ) -> str | None:
-        """What is wrong with a graph that takes and puts out these names, with their shapes, and the types of what it
-        takes; None if nothing is."""
+        """Return how the graph of an exit differs from the manifest, as text, or None.
+
+        Args:
+            exit: The exit whose graph is checked.
+            inputs: Names and shapes of the graph's inputs.
+            outputs: Names and shapes of the graph's outputs.
+            types: Types of the inputs, as onnxruntime names them.
+        """
         graph = self.graphs[exit]
         if set(inputs) != set(graph.inputs) or set(outputs) != set(graph.outputs):
-            return f"it takes {', '.join(inputs)} and puts out {', '.join(outputs)}"
-        for name, each in () if exit else zip(graph.inputs, self.inputs, strict=True):
-            if tuple(inputs[name][1:]) != each.shape:
-                return f"it takes an {each.name} of {tuple(inputs[name][1:])}, not {each.shape}"
-            if types[name] != DTYPES[each.dtype]:
-                return f"its {each.name} is a {types[name]}, not {each.dtype}"
+            return f"its inputs are {', '.join(inputs)} and its outputs {', '.join(outputs)}"
+        for name, spec in () if exit else zip(graph.inputs, self.inputs, strict=True):
+            if tuple(inputs[name][1:]) != spec.shape:
+                return f"its {spec.name} has shape {tuple(inputs[name][1:])}, not {spec.shape}"
+            if types[name] != DTYPES[spec.dtype]:
+                return f"its {spec.name} is a {types[name]}, not {spec.dtype}"
         if tuple(outputs["probs"][1:]) != (self.num_classes,):
-            return f"it puts out probabilities of {tuple(outputs['probs'][1:])} classes, not {self.num_classes}"
+            return f"its probabilities have shape {tuple(outputs['probs'][1:])}, not ({self.num_classes},)"
         if "memory" in inputs and len(inputs["memory"]) != (3 if self.memory == "drawn" else 2):
-            return f"its memory is not {self.memory}"
+            return f"its ensemble state is not {self.memory}"
         return None
 
     def save(self, folder: Path) -> None:
-        about = {
+        """Write `manifest.json`."""
+        data = {
             "format": FORMAT,
             "version": VERSION,
             "opset": OPSET,
             "graphs": [asdict(graph) for graph in self.graphs],
             "memory": self.memory,
-            "inputs": [asdict(each) for each in self.inputs],
+            "inputs": [asdict(spec) for spec in self.inputs],
             "num_classes": self.num_classes,
             "policy": self.policy.to_dict(),
             "costs": {"values": list(self.costs.values), "unit": self.costs.unit},
@@ -159,34 +174,34 @@ class Manifest:
             "method": self.method,
             "versions": dict(self.versions),
         }
-        write_json(folder / MANIFEST, about)
+        write_json(folder / MANIFEST, data)
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read and check; everything that may be wrong with it is an `InputError` that names the file."""
+        """Read and check `manifest.json`; raise an `InputError` that names the file if anything is wrong."""
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(f"{folder} is not a bundle: it has no {MANIFEST}")
-        about = read_json(path)
-        if about.get("format") != FORMAT:
-            raise InputError(f"{path} must be of format {FORMAT!r}, but says {about.get('format')!r}")
-        if about.get("version") != VERSION:
-            raise InputError(f"{path} has version {about.get('version')!r}, but this exitwise reads version {VERSION}")
-        if about.get("opset") != OPSET:
-            raise InputError(f"{path} says opset {about.get('opset')!r}, but this exitwise runs opset {OPSET}")
+        data = read_json(path)
+        if data.get("format") != FORMAT:
+            raise InputError(f"{path} must be of format {FORMAT!r}, but is of {data.get('format')!r}")
+        if data.get("version") != VERSION:
+            raise InputError(f"{path} has version {data.get('version')!r}, but this exitwise reads version {VERSION}")
+        if data.get("opset") != OPSET:
+            raise InputError(f"{path} has opset {data.get('opset')!r}, but this exitwise runs opset {OPSET}")
         try:
-            preprocessing, classes = about["preprocessing"], about["classes"]
+            preprocessing, classes = data["preprocessing"], data["classes"]
             return cls(
-                graphs=tuple(StageGraphInfo(**graph) for graph in about["graphs"]),
-                memory=about["memory"],
-                inputs=tuple(InputSpec(**each) for each in about["inputs"]),
-                num_classes=about["num_classes"],
-                policy=Policy.from_dict(about["policy"]),
-                costs=Costs(**about["costs"]),
+                graphs=tuple(StageGraphInfo(**graph) for graph in data["graphs"]),
+                memory=data["memory"],
+                inputs=tuple(InputSpec(**spec) for spec in data["inputs"]),
+                num_classes=data["num_classes"],
+                policy=Policy.from_dict(data["policy"]),
+                costs=Costs(**data["costs"]),
                 classes=None if classes is None else tuple(str(name) for name in classes),
                 preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
-                method=str(about["method"]),
-                versions={str(key): str(value) for key, value in about["versions"].items()},
+                method=str(data["method"]),
+                versions={str(key): str(value) for key, value in data["versions"].items()},
             )
         except KeyError as error:
             raise InputError(f"{path} lacks {error.args[0]!r}") from None
@@ -194,7 +209,11 @@ class Manifest:
             raise InputError(f"{path} is not usable: {error}") from None
 
     def read_graph(self, folder: Path, exit: int) -> bytes:
-        """The graph of an exit, if it is the very one that was exported."""
+        """Read the graph of an exit; raise `InputError` if its SHA-256 is not that of the manifest.
+
+        The hash detects any change after the export. An attacker who also edits the manifest can supply any graph, so
+        parsing it here would protect nothing; onnxruntime refuses opsets and operators that it does not know.
+        """
         graph = self.graphs[exit]
         path = folder / graph.file
         if not path.is_file():
@@ -202,50 +221,4 @@ class Manifest:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != graph.sha256:
             raise InputError(f"{path} is not the file that was exported: its SHA-256 differs from the manifest's")
-        if (opset := opset_of(data)) != OPSET:
-            raise InputError(f"{path} is of opset {opset}, but this exitwise runs opset {OPSET}")
         return data
-
-
-def opset_of(data: bytes) -> int | None:
-    """The version of ONNX's own operators that a model asks for: field 8 of its protocol buffer, without a library."""
-    for number, value in _fields(data):
-        if number == 8 and isinstance(value, bytes):
-            parts = dict(_fields(value))
-            if parts.get(1, b"") in (b"", b"ai.onnx"):
-                version = parts.get(2)
-                return version if isinstance(version, int) else None
-    return None
-
-
-def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Numbers and values of the fields on the outermost level; nothing of what cannot be read so."""
-    found: list[tuple[int, int | bytes]] = []
-    place = 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _varint(data, place)
-            found.append((key >> 3, value))
-        elif kind == 2:
-            size, place = _varint(data, place)
-            found.append((key >> 3, data[place : place + size]))
-            place += size
-        elif kind in (1, 5):
-            place += 8 if kind == 1 else 4
-        else:
-            return []
-    return found
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while place < len(data):
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place += 1
-        shift += 7
-        if byte < 128:
-            break
-    return value, place

@@ -1,4 +1,4 @@
-"""The runtime in torch: a net that stops early on its own."""
+"""Early-exit inference in torch."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from exitwise import models
 from exitwise.calibration.calibration import Calibration
 from exitwise.core import nested, tensorfiles
+from exitwise.core.checks import check_bool
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS
@@ -30,12 +31,34 @@ FORMAT, VERSION = "exitwise.classifier", 1
 
 
 class Classifier(nn.Module):
-    """A net that stops early: calibrated probabilities at each exit, and only survivors go on to the next stage.
+    """An early-exit net: calibrated probabilities at each exit, and only active samples run the next stage.
 
-    For inference only. The net is used as it is, in evaluation mode while images are in it; its own mode is left as it
-    was. Images are a float tensor (n, ...) as the net takes it or, where the `preprocessing` is known, bytes
-    (n, channels, height, width). `costs` (K,) are what leaving at each exit costs: the policy's own unless given, else
-    they are counted in MACs. Several threads may share a classifier.
+    For inference only. The net is not copied; it is in evaluation mode during a call, and its training mode is restored
+    afterwards. Images are a float tensor (n, ...) as the net takes it or, with a `preprocessing`, bytes
+    (n, channels, height, width). Several threads may share a classifier.
+
+    Args:
+        net: The multi-exit net.
+        calibration: Its calibration, from `ew.calibrate`.
+        policy: Thresholds (K,) that decide where samples exit, from `ew.fit_policy`.
+        costs: Cumulative cost (K,) of each exit, in the policy's unit. By default those of the policy, or MACs counted
+            on the first call if it has none.
+        classes: Names of the c classes.
+        preprocessing: Normalization of bytes; without it, images must be floats.
+
+    Raises:
+        InputError: If the calibration was made for other last layers, or arguments do not fit the net.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import torch
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> cal = ew.calibrate(trace, "MSDNet (vanilla)")
+        >>> policy = ew.Policy((0.5, 0.5, 0.5, float("-inf")), costs=trace.costs.values)
+        >>> clf = ew.Classifier(ew.load_net(ew.zoo.path("net.safetensors")), cal, policy)
+        >>> pred = clf(torch.zeros(8, 3, 32, 32))
+        >>> len(pred), tuple(pred.probs.shape), pred.unit
+        (8, (8, 100), 'MACs')
     """
 
     def __init__(
@@ -49,14 +72,14 @@ class Classifier(nn.Module):
         preprocessing: Preprocessing | None = None,
     ) -> None:
         super().__init__()
-        kinds: tuple[tuple[str, Any, type], ...] = (
+        arguments: tuple[tuple[str, Any, type], ...] = (
             ("net", net, MultiExitNet),
             ("calibration", calibration, Calibration),
             ("policy", policy, Policy),
         )
-        for name, value, kind in kinds:
-            if not isinstance(value, kind):
-                raise InputError(f"`{name}` must be a {kind.__name__}, but got {type(value).__name__}")
+        for name, value, expected in arguments:
+            if not isinstance(value, expected):
+                raise InputError(f"`{name}` must be a {expected.__name__}, but got {type(value).__name__}")
         _check_heads(net, calibration)
         if len(policy.thresholds) != len(net.stages):
             raise InputError(
@@ -76,14 +99,15 @@ class Classifier(nn.Module):
         self.classes = None if classes is None else tuple(classes)
         self.preprocessing = preprocessing
         self.optimized = False
-        self.costs = _known_costs(costs, policy)
-        self._counted: Sequence[MultiExitNet] = (net,)  # whose MACs are counted; in a tuple, so that it is no submodule
-        self._evaluating = SharedEvalMode(net)
+        self.costs = _resolve_costs(costs, policy)
+        # The net whose MACs are counted, before any folding. A tuple keeps it from becoming a submodule.
+        self._original_net: Sequence[MultiExitNet] = (net,)
+        self._eval_mode = SharedEvalMode(net)
 
     def forward(self, images: Any) -> Prediction:
-        """Run images (n, ...) stage by stage, letting samples go, until nobody is left; the result is on the CPU."""
-        found = engine.classify(self.backend(), self.policy, images)
-        probs, predicted, exits, costs = map(torch.from_numpy, found)
+        """Run images (n, ...) stage by stage until all samples have exited; the result is on the CPU."""
+        arrays = engine.classify(self.backend(), self.policy, images)
+        probs, predicted, exits, costs = map(torch.from_numpy, arrays)
         return Prediction(probs, predicted, exits, costs, self.policy.unit)
 
     def stream(
@@ -94,52 +118,57 @@ class Classifier(nn.Module):
         pooled: bool = True,
         controller: BudgetController | None = None,
     ) -> Iterator[Answer]:
-        """Answers for single images, in their order, from any iterable; deep stages run on full batches.
+        """Yield an `Answer` with probs (c,) for each image, in order; later stages run on full batches.
 
-        An image has the shape of one sample, (channels, height, width) for most nets, and its answer probs (c,).
-        Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together. Answers fall at
-        most `window` images behind (64 such batches unless given), which bounds the memory. What cannot be classified
-        becomes an `Answer` with an `error`: no exception and no gap. `pooled=False` runs every batch to its end. A
-        `controller` keeps the stream at its budget, batch by batch and without pooling.
+        An image that cannot be classified becomes an `Answer` with an `error`: no exception, and no missing answer.
+
+        Args:
+            images: Any iterable of single images, each of the shape of one sample: (channels, height, width) for most
+                nets. It is read lazily and may be endless. An `InputError` in place of an image becomes its error.
+            batch_size: Images per batch of the first stage. Later stages wait for `max(batch_size, 64)` active samples.
+            window: Maximum number of images that are read but not answered, which bounds the memory; 64 full batches
+                by default.
+            pooled: Whether later stages wait for full batches; otherwise every batch runs to its end.
+            controller: Keeps the stream at its budget, batch by batch and without pooling.
         """
         return engine.stream(self.backend(), self.policy, images, batch_size, window, pooled, controller)
 
     def backend(self) -> TorchBackend:
-        """What runs its stages, for one call."""
+        """Return a new backend for the engine, for one call."""
         return TorchBackend(
-            self.net, self.exits, self._evaluating, self.preprocessing, self.costs_of, channels_last=self.optimized
+            self.net, self.exits, self._eval_mode, self.preprocessing, self.costs_of, channels_last=self.optimized
         )
 
     def optimize(self) -> Self:
-        """Make it quicker on a CPU, in place: BatchNorm folded into convolutions, channels-last memory.
+        """Replace the net with a copy that is faster on a CPU: BatchNorms folded, channels-last memory format.
 
-        It works on a copy of the net. Probabilities then differ in the last bits, so that a sample whose score lies
-        on a threshold may leave at another exit.
+        The classifier changes in place and is returned; the original net stays unchanged. Probabilities differ in the
+        last bits, so a sample whose score lies on a threshold may take another exit.
         """
         if not self.optimized:
             if self.costs is None:
-                self._counted = (copy.deepcopy(self.net).to("meta"),)
+                self._original_net = (copy.deepcopy(self.net).to("meta"),)
             self.net, self.optimized = folding.optimize_for_cpu(self.net), True
-            self._evaluating = SharedEvalMode(self.net)
+            self._eval_mode = SharedEvalMode(self.net)
         return self
 
     def costs_of(self, images: Any) -> Costs:
-        """What leaving at each of K exits costs; MACs are counted for images (n, ...) where nothing else is known."""
+        """Return the cumulative cost (K,) of each exit; if none are given, count the MACs for images (n, ...)."""
         if self.costs is None:
             try:
-                self.costs = Costs.of(macs(self._counted[0], example_inputs=nested.first_sample(images)))
+                self.costs = Costs.of(macs(self._original_net[0], example_inputs=nested.first_sample(images)))
             except InputError as error:
-                raise InputError(f"{error}; give `costs` to do without counting") from None
+                raise InputError(f"{error}; give `costs` to skip counting") from None
         return self.costs
 
     def save(self, path: str | Path) -> None:
-        """Everything in one file: weights, calibration, policy, classes, preprocessing."""
-        tensors, about = self.calibration.to_tensors()
+        """Write weights, calibration, policy, classes and preprocessing to one safetensors file."""
+        tensors, calibration_metadata = self.calibration.to_tensors()
         tensors = {f"calibration.{key}": value for key, value in tensors.items()}
         tensors |= {f"net.{key}": value for key, value in self.net.state_dict().items()}
         metadata = {
             "model": self.net.spec,
-            "calibration": about,
+            "calibration": calibration_metadata,
             "policy": self.policy.to_dict(),
             "costs": None if self.costs is None else list(self.costs.values),
             "classes": None if self.classes is None else list(self.classes),
@@ -150,84 +179,93 @@ class Classifier(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, net: MultiExitNet | None = None) -> "Classifier":
-        """Read and check what `save` wrote. The net is rebuilt by its preset; one of your own is given as `net`.
+        """Load and check a file that `save` wrote.
 
-        The file's weights are loaded into a given net, unless it was saved optimized: then into a copy of it.
+        Args:
+            path: The safetensors file.
+            net: A net of the same architecture, needed unless the saved net was built from a preset. The weights are
+                loaded into it, or into a copy of it if the classifier was saved optimized.
         """
-        path = Path(path)
-        return tensorfiles.load(path, FORMAT, VERSION, lambda tensors, about: cls._from_tensors(tensors, about, net))
+        return tensorfiles.load(
+            Path(path), FORMAT, VERSION, lambda tensors, metadata: cls._from_tensors(tensors, metadata, net)
+        )
 
     @classmethod
     def _from_tensors(
-        cls, tensors: Mapping[str, Tensor], about: Mapping[str, Any], own: MultiExitNet | None
+        cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], user_net: MultiExitNet | None
     ) -> "Classifier":
-        calibration = Calibration.from_tensors(_under("calibration.", tensors), about["calibration"])
-        policy = Policy.from_dict(about["policy"])
-        optimized, spec, weights = about["optimized"], about["model"], _under("net.", tensors)
-        if not isinstance(optimized, bool):
-            raise InputError(f"optimized must be true or false, but is {optimized!r}")
-        if own is None and not isinstance(spec, dict):
-            raise InputError("its net has no preset to be rebuilt by: give it as `net`")
-        if own is None:
-            with torch.device("meta"):  # a header can ask for anything: nothing is allocated before its weights fit
-                plan = models.rebuild(spec)
-            check_state_dict(folding.optimize_for_cpu(plan) if optimized else plan, weights, "its net")
-        net = models.rebuild(spec).eval() if own is None else own
+        calibration = Calibration.from_tensors(_strip_prefix("calibration.", tensors), metadata["calibration"])
+        policy = Policy.from_dict(metadata["policy"])
+        optimized = check_bool("optimized", metadata["optimized"])
+        spec, weights = metadata["model"], _strip_prefix("net.", tensors)
+        if user_net is None and not isinstance(spec, dict):
+            raise InputError("its net was not built from a preset: give it as `net`")
+        if user_net is None:
+            with torch.device("meta"):  # a header can request any size: allocate nothing before the weights fit
+                meta_net = models.rebuild(spec)
+            check_state_dict(folding.optimize_for_cpu(meta_net) if optimized else meta_net, weights, "its net")
+        net = models.rebuild(spec).eval() if user_net is None else user_net
         net = folding.optimize_for_cpu(net) if optimized else net
         check_state_dict(net, weights, "its net")
         net.load_state_dict(weights)
-        preprocessing = about["preprocessing"]
-        made = cls(
+        preprocessing = metadata["preprocessing"]
+        classifier = cls(
             net,
             calibration,
             policy,
-            costs=None if about["costs"] is None else Costs(about["costs"], policy.unit),
-            classes=about["classes"],
+            costs=None if metadata["costs"] is None else Costs(metadata["costs"], policy.unit),
+            classes=metadata["classes"],
             preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
         )
-        made.optimized = optimized
-        return made
+        classifier.optimized = optimized
+        return classifier
 
     def export(self, path: str | Path, example: Any = None, force: bool = False) -> None:
-        """Write an ONNX bundle to a folder: a graph per stage with its calibrated exit, and a manifest.
+        """Write an ONNX bundle: a graph per stage with its calibrated exit, and a manifest. Needs `exitwise[onnx]`.
 
-        `exitwise.runtime.onnx.Session` runs it without torch. The shape of an image is that of the preprocessing or of
-        the net's preset; a classifier that knows neither needs a batch of what it takes as `example`, a tensor (n, ...)
-        or a dict or tuple of several. An existing bundle is replaced only with `force`. Needs `exitwise[onnx]`.
+        `exitwise.runtime.onnx.Session` runs it without torch.
+
+        Args:
+            path: The folder to create; the bundle is written completely or not at all.
+            example: A batch of the net's input, a tensor (n, ...) or a dict or tuple of several. Needed only if neither
+                the preprocessing nor the net's preset gives the shape of an image.
+            force: Whether to replace an existing bundle.
         """
         export(self, path, example, force)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, named without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def _check_heads(net: MultiExitNet, calibration: Calibration) -> None:
-    """Refuse a calibration that was made for other last layers."""
+    """Raise `InputError` if the calibration was made for other last layers."""
     if len(calibration.exits) != len(net.exits):
         raise InputError(
             f"`calibration` must have {len(net.exits)} exits as the net has, but has {len(calibration.exits)}"
         )
-    for k, (mine, its) in enumerate(zip(net.exits, calibration.exits, strict=True)):
-        if not _same(mine.last.weight, its.head.weight) or not _same(mine.last.bias, its.head.bias):
+    for k, (head, calibrated) in enumerate(zip(net.exits, calibration.exits, strict=True)):
+        weights_equal = _equal_tensors(head.last.weight, calibrated.head.weight)
+        if not weights_equal or not _equal_tensors(head.last.bias, calibrated.head.bias):
             raise InputError(f"`calibration` is of another net: the last layer of exit {k} has other weights")
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def _equal_tensors(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b is None or (a is not None and b is not None and torch.equal(a.float().cpu(), b))
 
 
-def _known_costs(costs: Costs | Sequence[float] | None, policy: Policy) -> Costs | None:
+def _resolve_costs(costs: Costs | Sequence[float] | None, policy: Policy) -> Costs | None:
+    """Return the given costs or the policy's, checked; None if MACs have to be counted."""
     given = policy.costs if costs is None else costs
     if given is None:
         if policy.unit != "MACs":
-            raise InputError(f"the policy is in {policy.unit} and does not say what exits cost: give `costs`")
+            raise InputError(f"`policy` is in {policy.unit} but has no costs of exits: give `costs`")
         return None
-    found = given if isinstance(given, Costs) else Costs(tuple(given), policy.unit)
-    if found.unit != policy.unit or len(found) != len(policy.thresholds):
+    resolved = given if isinstance(given, Costs) else Costs(tuple(given), policy.unit)
+    if resolved.unit != policy.unit or len(resolved) != len(policy.thresholds):
         raise InputError(
             f"`costs` must be {len(policy.thresholds)} values in {policy.unit} as the policy's, "
-            f"but are {len(found)} in {found.unit}"
+            f"but are {len(resolved)} in {resolved.unit}"
         )
-    return found
+    return resolved

@@ -1,15 +1,17 @@
-"""How samples leave: the loop over exits, for one batch and for a stream, whoever computes. NumPy alone.
+"""Early-exit inference loop for batches and streams, independent of the backend. NumPy only.
 
-What computes is a backend: torch (`torch_backend.py`) or onnxruntime (`onnx.py`). It knows how to run a stage with its
-calibrated exit on a state, and how to take some samples of a state or join states; the state itself is its own affair.
+A backend computes: torch (`torch_backend.py`) or onnxruntime (`onnx.py`). It runs a stage with its calibrated exit on a
+stage state, selects samples of a stage state and joins several. The engine never looks inside a stage state.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.policies.controller import BudgetController
@@ -19,14 +21,14 @@ from exitwise.policies.scores import ScoreState
 if TYPE_CHECKING:
     import pandas
 
-State = TypeVar("State")
+State = TypeVar("State")  # stage state: what the next stage takes, and the ensemble state
 
-_FULL = 64  # samples that a stream's deep stages wait for, unless its batches are larger
-_WINDOW = 64  # times as many is how far its answers may fall behind, unless told otherwise
+_MIN_POOL_SIZE = 64  # samples that the later stages of a stream wait for, or `batch_size` if that is more
+_WINDOW_POOLS = 64  # the default `window` of a stream, in full pools
 
 
 class Backend(Protocol[State]):
-    """A net with calibrated exits, one stage at a time."""
+    """A net with calibrated exits, run one stage at a time."""
 
     @property
     def num_exits(self) -> int: ...
@@ -34,101 +36,105 @@ class Backend(Protocol[State]):
     def num_classes(self) -> int: ...
     @property
     def costs(self) -> Sequence[float]:
-        """(K,) what leaving at each exit costs, known once a batch has been started."""
+        """Cumulative cost (K,) of each exit, available after the first `start`."""
         ...
 
     def start(self, images: Any) -> State:
-        """The state before the first stage, of images that are checked here."""
+        """Check a batch of images (n, ...) and return the stage state before the first stage."""
         ...
 
     def stack(self, images: Sequence[Any]) -> Any:
-        """A batch for `start` of single images, which are all of one kind."""
+        """Stack single images with equal descriptions to a batch for `start`."""
         ...
 
     def describe(self, image: Any) -> str:
-        """What images of a batch have in common, in words; an `InputError` if this is no image for the net."""
+        """Return type and shape of an image as text, equal for all images of a batch.
+
+        Raises `InputError` if it cannot be an image for the net.
+        """
         ...
 
     def check(self, image: Any) -> None:
-        """An `InputError` if the net cannot take an image of this kind: tried alone, so that it spoils no batch."""
+        """Raise `InputError` if the net cannot run on this image, in a batch of one so that no other image fails."""
         ...
 
     def run(self, exit: int, state: State) -> tuple[State, ExitPrediction]:
-        """Stage and calibrated exit number `exit`: the next state, and what the exit says of every sample."""
+        """Run stage `exit` and its calibrated exit; return the next stage state and the predictions (n, c)."""
         ...
 
     def take(self, state: State, rows: Array) -> State:
-        """The samples of a state at some positions."""
+        """Select samples of a stage state by their positions."""
         ...
 
-    def compact(self, state: State, gone: Array) -> tuple[State, Array]:
-        """The state without some of its samples, and where the others were in it: in whatever order is cheapest.
+    def compact(self, state: State, exited: Array) -> tuple[State, Array]:
+        """Remove the samples of the mask `exited` (n,); return the new stage state and the old positions of its rows.
 
-        The state itself is not needed any more.
+        The backend chooses the order of the rows and may overwrite `state`.
         """
         ...
 
     def join(self, states: Sequence[State]) -> State:
-        """Several states as one."""
+        """Concatenate stage states."""
         ...
 
     def length(self, state: State) -> int:
-        """How many samples a state has."""
+        """Return the number of samples in a stage state."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class ActiveSamples:
-    """Who is in a state: their ids (n,), and what the policy's score remembers of each (n, m), if anything."""
+    """Samples of a stage state: their ids (n,) and the policy's score state (n, m), None if its score has none."""
 
     ids: Array
-    memory: ScoreState = None
+    score_state: ScoreState = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, rows: Array) -> "ActiveSamples":
-        return ActiveSamples(self.ids[rows], None if self.memory is None else self.memory[rows])
+        return ActiveSamples(self.ids[rows], None if self.score_state is None else self.score_state[rows])
 
     @classmethod
     def join(cls, parts: "Sequence[ActiveSamples]") -> "ActiveSamples":
-        memories = [part.memory for part in parts if part.memory is not None]
-        return cls(np.concatenate([part.ids for part in parts]), np.concatenate(memories) if memories else None)
+        score_states = [part.score_state for part in parts if part.score_state is not None]
+        ids = np.concatenate([part.ids for part in parts])
+        return cls(ids, np.concatenate(score_states) if score_states else None)
 
 
 @dataclass(frozen=True, eq=False)
 class ExitedSamples:
-    """Samples that have left at an exit: who, with what probabilities, and which of them made no sense."""
+    """Samples that exited at `exit`: ids (n,), probabilities (n, c), and the mask (n,) of non-finite probabilities."""
 
     ids: Array
     probs: Array
     exit: int
-    broken: Array
+    non_finite: Array
 
 
 def run_exit(
     backend: Backend[State], policy: Policy, exit: int, state: State, samples: ActiveSamples
 ) -> tuple[State, ActiveSamples, ExitedSamples]:
-    """Run one exit, let samples go: the survivors' state and who they are, and who left.
+    """Run one stage and its exit; return the compacted stage state, the active samples and the exited samples.
 
-    A sample whose probabilities are not finite leaves at once: no exit behind this one could make sense of it.
+    A sample with non-finite probabilities exits immediately: later exits could not recover.
     """
-    state, said = backend.run(exit, state)
-    broken = np.asarray(~np.isfinite(said.probs).all(axis=1))
-    gone, memory = policy.stops(exit, said, samples.memory)
-    gone |= broken
-    left = ExitedSamples(samples.ids[gone], said.probs[gone], exit, broken[gone])
-    samples = ActiveSamples(samples.ids, memory)
-    if gone.all():
-        return state, samples.take(np.arange(0)), left
-    if gone.any():
-        state, rows = backend.compact(state, gone)
+    state, pred = backend.run(exit, state)
+    non_finite = np.asarray(~np.isfinite(pred.probs).all(axis=1))
+    exits_here, score_state = policy.stops(exit, pred, samples.score_state)
+    exits_here |= non_finite
+    exited = ExitedSamples(samples.ids[exits_here], pred.probs[exits_here], exit, non_finite[exits_here])
+    samples = ActiveSamples(samples.ids, score_state)
+    if exits_here.all():
+        return state, samples.take(np.arange(0)), exited
+    if exits_here.any():
+        state, rows = backend.compact(state, exits_here)
         samples = samples.take(rows)
-    return state, samples, left
+    return state, samples, exited
 
 
 def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Array, Array, Array, Array]:
-    """Probabilities (n, c), predicted classes, exits and costs (n,) of a batch, in its order."""
+    """Return probabilities (n, c), predicted classes (n,), exits (n,) and costs (n,) of a batch, in its order."""
     state = backend.start(images)
     samples = ActiveSamples(np.arange(backend.length(state)))
     probs = np.empty((len(samples), backend.num_classes), dtype=np.float32)
@@ -136,22 +142,34 @@ def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Arra
     for exit in range(backend.num_exits):
         if not len(samples):
             break
-        state, samples, left = run_exit(backend, policy, exit, state, samples)
-        if left.broken.any():
-            raise InputError(f"image {left.ids[left.broken][0]}: {_broken(exit)}")
-        probs[left.ids], exits[left.ids] = left.probs, exit
+        state, samples, exited = run_exit(backend, policy, exit, state, samples)
+        if exited.non_finite.any():
+            raise InputError(f"image {exited.ids[exited.non_finite][0]}: {_describe_non_finite(exit)}")
+        probs[exited.ids], exits[exited.ids] = exited.probs, exit
     return probs, probs.argmax(axis=1), exits, np.asarray(backend.costs)[exits]
 
 
-def _broken(exit: int) -> str:
+def _describe_non_finite(exit: int) -> str:
     return f"exit {exit} gives probabilities that are not finite"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """What a net that stops early says of n images, in their order: tensors from torch, arrays from ONNX.
+    """Predictions of an early-exit net for n images, in their order: tensors from torch, arrays from ONNX.
 
-    probs (n, c), predicted (n,) the most probable class, exits (n,) where each left, costs (n,) what that cost.
+    Attributes:
+        probs: Calibrated probabilities (n, c) at the exit that each image took.
+        predicted: The most probable class (n,).
+        exits: The exit (n,) that each image took, from 0 to K - 1.
+        costs: The cost (n,) of that exit, in `unit`.
+        unit: The unit of `costs`, "MACs" or "ms".
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> probs, predicted = np.array([[0.9, 0.1], [0.3, 0.7]]), np.array([0, 1])
+        >>> ew.Prediction(probs, predicted, exits=np.array([0, 2]), costs=np.array([1, 3]))
+        Prediction(2 images, mean cost 2 MACs, exited: 1 at exit 0, 1 at exit 2)
     """
 
     probs: Any
@@ -162,17 +180,20 @@ class Prediction:
 
     @property
     def labels(self) -> Any:
-        """(n,) the same as `predicted`."""
+        """Predicted classes (n,). Deprecated: use `predicted`."""
+        warnings.warn("Prediction.labels is deprecated: use Prediction.predicted", DeprecationWarning, stacklevel=2)
         return self.predicted
 
     @property
     def cost(self) -> Any:
-        """(n,) the same as `costs`; their mean is `mean_cost`."""
+        """Costs (n,). Deprecated: use `costs`, or `mean_cost` for their mean."""
+        message = "Prediction.cost is deprecated: use Prediction.costs, or Prediction.mean_cost for their mean"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.costs
 
     @property
     def mean_cost(self) -> float:
-        """Of the n images, in `unit`; 0 where there are none."""
+        """Mean cost of the n images, in `unit`; 0 if there are none."""
         return float(self.costs.mean()) if len(self) else 0.0
 
     def __len__(self) -> int:
@@ -180,30 +201,48 @@ class Prediction:
 
     def __repr__(self) -> str:
         counts = np.bincount(np.asarray(self.exits, dtype=np.int64)) if len(self) else np.zeros(1, int)
-        left = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts) if count)
-        return f"Prediction({len(self)} images, mean cost {self.mean_cost:.4g} {self.unit}, left: {left or 'none'})"
+        exited = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts) if count)
+        return f"Prediction({len(self)} images, mean cost {self.mean_cost:.4g} {self.unit}, exited: {exited or 'none'})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: nested lists in the place of arrays."""
-        parts = {name: getattr(self, name).tolist() for name in ("probs", "predicted", "exits", "costs")}
-        return {**parts, "unit": self.unit}
+        """Return a JSON-serializable dict, with nested lists in place of arrays."""
+        arrays = {name: getattr(self, name).tolist() for name in ("probs", "predicted", "exits", "costs")}
+        return {**arrays, "unit": self.unit}
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row per image; needs pandas."""
+        """Return a DataFrame with a row per image: predicted, confidence, exit and cost. Needs pandas."""
         import pandas
 
-        columns = {name: np.asarray(getattr(self, name)) for name in ("predicted", "exits", "costs")}
-        confidence = np.asarray(self.probs).max(axis=1, initial=0)
-        return pandas.DataFrame({"predicted": columns["predicted"], "confidence": confidence}).assign(
-            exit=columns["exits"], cost=columns["costs"]
+        return pandas.DataFrame(
+            {
+                "predicted": np.asarray(self.predicted),
+                "confidence": np.asarray(self.probs).max(axis=1, initial=0),
+                "exit": np.asarray(self.exits),
+                "cost": np.asarray(self.costs),
+            }
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a stream says of one image: probabilities (c,) and the rest, or in their place an error."""
+    """Prediction of a stream for one image, or the error that prevented it.
 
-    index: int  # position in the stream
+    Attributes:
+        index: Position of the image in the stream.
+        probs: Calibrated probabilities (c,), None if there is an error.
+        exit: The exit that the image took, or at which it failed; None if it was refused before the first stage.
+        cost: The cost of that exit, None if `exit` is None.
+        error: One line that describes why the image has no prediction, None if it has one.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> answer = ew.Answer(7, np.array([0.25, 0.75]), exit=1, cost=2.0)
+        >>> answer.predicted, answer.confidence, answer.error
+        (1, 0.75, None)
+    """
+
+    index: int
     probs: Array | None = None
     exit: int | None = None
     cost: float | None = None
@@ -211,17 +250,17 @@ class Answer:
 
     @property
     def predicted(self) -> int | None:
-        """The most probable class."""
+        """The most probable class, None if there is an error."""
         return None if self.probs is None else int(self.probs.argmax())
 
     @property
     def confidence(self) -> float | None:
-        """Its probability."""
+        """The probability of the predicted class, None if there is an error."""
         return None if self.probs is None else float(self.probs.max())
 
 
 class _PendingPool(Generic[State]):
-    """Survivors of several batches that wait for a stage."""
+    """Active samples of several batches that wait for a stage."""
 
     def __init__(self) -> None:
         self.states: list[State] = []
@@ -234,39 +273,44 @@ class _PendingPool(Generic[State]):
             self.samples.append(samples)
             self.waiting += len(samples)
 
-    def take(self, backend: Backend[State], most: int) -> tuple[State, ActiveSamples]:
-        """The first of them as one batch. What is beyond stays, so that full batches are all of one size.
+    def take(self, backend: Backend[State], max_size: int) -> tuple[State, ActiveSamples]:
+        """Remove the first `max_size` samples and return them as one batch.
 
-        Convolutions are prepared anew for every size of batch: on a CPU that costs more than many a stage.
+        The rest stays, so that all full batches have one size. Convolutions are prepared again for every new batch
+        size, which on a CPU takes longer than many stages.
         """
         state = backend.join(self.states) if len(self.states) > 1 else self.states[0]
         samples = ActiveSamples.join(self.samples)
         self.states, self.samples, self.waiting = [], [], 0
-        if len(samples) > most:
-            here, later = np.split(np.arange(len(samples)), [most])
-            self.add(backend.take(state, later), samples.take(later))
-            state, samples = backend.take(state, here), samples.take(here)
+        if len(samples) > max_size:
+            first, rest = np.split(np.arange(len(samples)), [max_size])
+            self.add(backend.take(state, rest), samples.take(rest))
+            state, samples = backend.take(state, first), samples.take(first)
         return state, samples
 
 
 class _ReorderBuffer:
-    """Answers that come in any order, given out in that of the images."""
+    """Answers that arrive in any order and are returned in the order of the images."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Answer] = {}
-        self._next = 0
+        self._answers: dict[int, Answer] = {}
+        self._next_index = 0
 
     def add(self, answer: Answer) -> None:
-        self._known[answer.index] = answer
+        self._answers[answer.index] = answer
 
-    def ready(self) -> Iterator[Answer]:
-        while self._next in self._known:
-            yield self._known.pop(self._next)
-            self._next += 1
+    def pop_ready(self) -> list[Answer]:
+        """Remove and return the answers up to the first that is still missing."""
+        ready = []
+        while self._next_index in self._answers:
+            ready.append(self._answers.pop(self._next_index))
+            self._next_index += 1
+        return ready
 
     @property
-    def next(self) -> int:
-        return self._next
+    def next_index(self) -> int:
+        """Index of the first image without an answer."""
+        return self._next_index
 
 
 def stream(
@@ -278,36 +322,45 @@ def stream(
     pooled: bool = True,
     controller: BudgetController | None = None,
 ) -> Iterator[Answer]:
-    """Answers in the order of the images, which are taken one by one and run `batch_size` at a time.
+    """Yield an answer per image, in order; images are read one by one and run in batches of `batch_size`.
 
-    Survivors of a batch wait until `batch_size` of them, or 64 if that is more, have come together, so that deep stages
-    run on full batches even when few samples come that far. Answers fall at most `window` images behind, which bounds
-    the memory as well. An image that is an `InputError` (of whoever tried to read it), that is of the wrong kind or
-    that the net cannot make sense of becomes an answer with that error. `pooled=False` runs every batch to its end.
-    With a `controller` its policy takes the place of `policy`, batch by batch, and every batch runs to its end: what
-    waits in a pool could not tell it what it costs.
+    Active samples wait until a later stage has a full batch of `max(batch_size, 64)`, so that later stages run
+    efficiently even if few samples reach them. Answers are at most `window` images behind, which also bounds the
+    memory. An image that is an `InputError` (a reader passes its errors this way), that differs in type or shape, or
+    for which the net fails becomes an answer with an `error`.
+
+    Args:
+        backend: Runs the stages.
+        policy: Decides where samples exit.
+        images: Single images, or an `InputError` in place of one.
+        batch_size: Images per batch of the first stage.
+        window: Maximum number of images that are read but not answered; 64 full batches by default.
+        pooled: Whether later stages wait for full batches; otherwise every batch runs to its end.
+        controller: Replaces `policy` with its own before every stage, and learns the costs of the answers. Every
+            batch then runs to its end, because the controller must know the cost of all earlier batches.
     """
-    for name, value in (("batch_size", batch_size), ("window", 1 if window is None else window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"`{name}` must be a whole number of at least 1, but got {value!r}")
-    window = window or _WINDOW * max(batch_size, _FULL)
+    check_integer("batch_size", batch_size, minimum=1)
+    pool_size = max(batch_size, _MIN_POOL_SIZE)
+    window = _WINDOW_POOLS * pool_size if window is None else check_integer("window", window, minimum=1)
     if controller is None:
         return _stream(backend, lambda: policy, images, batch_size, window, pooled)
     if not isinstance(controller, BudgetController):
         raise InputError(f"`controller` must be a BudgetController, but got {type(controller).__name__}")
-    own = controller.base_policy
-    if len(own.thresholds) != len(policy.thresholds) or own.score != policy.score or own.unit != policy.unit:
+    base = controller.base_policy
+    if len(base.thresholds) != len(policy.thresholds) or base.score != policy.score or base.unit != policy.unit:
         raise InputError(
-            f"`controller` must steer a policy of {len(policy.thresholds)} exits on {policy.score} in {policy.unit}, "
-            f"as here, but its own has {len(own.thresholds)} on {own.score} in {own.unit}"
+            f"`controller` must control a policy of {len(policy.thresholds)} exits on {policy.score} in {policy.unit}, "
+            f"but its policy has {len(base.thresholds)} exits on {base.score} in {base.unit}"
         )
 
-    def tell(answers: list[Answer]) -> None:
-        heard = [answer for answer in answers if answer.error is None]
-        confidences = [answer.confidence for answer in heard] if own.score == "confidence" else None
-        controller.update(np.array([answer.exit for answer in heard], dtype=np.int64), confidences)
+    def update_controller(answers: list[Answer]) -> None:
+        classified = [answer for answer in answers if answer.error is None]
+        confidences = [answer.confidence for answer in classified] if base.score == "confidence" else None
+        controller.update(np.array([answer.exit for answer in classified], dtype=np.int64), confidences)
 
-    return _stream(backend, lambda: controller.policy, images, batch_size, window, pooled=False, tell=tell)
+    return _stream(
+        backend, lambda: controller.policy, images, batch_size, window, pooled=False, on_answers=update_controller
+    )
 
 
 def _stream(
@@ -317,23 +370,26 @@ def _stream(
     batch_size: int,
     window: int,
     pooled: bool,
-    tell: Callable[[list[Answer]], None] = lambda answers: None,
+    on_answers: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> Iterator[Answer]:
-    """`policy` is asked before every stage; `tell` hears the answers before anyone else, as they become ready."""
+    """Yield the answers of `stream`.
+
+    `policy()` is called before every stage; `on_answers` is called with completed answers before they are yielded.
+    """
     answers = _ReorderBuffer()
-    full = max(batch_size, _FULL)  # in the pools
+    pool_size = max(batch_size, _MIN_POOL_SIZE)
     batch: list[Any] = []
     batch_ids: list[int] = []
     pools: list[_PendingPool[State]] = [_PendingPool() for _ in range(backend.num_exits)]
 
-    def run(exit: int) -> None:
-        """A batch of those who wait for an exit."""
-        advance(exit, *pools[exit].take(backend, full))
+    def run_pool(exit: int) -> None:
+        """Run a batch of the samples that wait for a stage."""
+        advance(exit, *pools[exit].take(backend, pool_size))
 
     def advance(exit: int, state: State, samples: ActiveSamples) -> None:
-        """Through one stage; if the net cannot take them, one by one, so that nobody suffers for another."""
+        """Run one stage; if the batch fails, retry sample by sample to isolate the bad input."""
         try:
-            state, samples, left = run_exit(backend, policy(), exit, state, samples)
+            state, samples, exited = run_exit(backend, policy(), exit, state, samples)
         except InputError as error:
             if len(samples) == 1:
                 answers.add(Answer(int(samples.ids[0]), exit=exit, cost=backend.costs[exit], error=str(error)))
@@ -341,53 +397,53 @@ def _stream(
             for row in np.arange(len(samples))[:, None]:
                 advance(exit, backend.take(state, row), samples.take(row))
             return
-        for index, probs, broken in zip(left.ids.tolist(), left.probs, left.broken, strict=True):
-            said = {"error": _broken(exit)} if broken else {"probs": probs}
-            answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **said))
+        for index, probs, non_finite in zip(exited.ids.tolist(), exited.probs, exited.non_finite, strict=True):
+            outcome = {"error": _describe_non_finite(exit)} if non_finite else {"probs": probs}
+            answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **outcome))
         if len(samples):
             pools[exit + 1].add(state, samples)
 
-    def run_all(at_least: int) -> None:
-        """The batch that has come together, and every pool that holds so many."""
+    def run_all(min_waiting: int) -> None:
+        """Run the current batch, then every pool in which at least `min_waiting` samples wait."""
         if batch:
             pools[0].add(backend.start(backend.stack(batch)), ActiveSamples(np.array(batch_ids)))
             batch.clear()
             batch_ids.clear()
-            run(0)
+            run_pool(0)
         for exit, pool in enumerate(pools):
-            while pool.waiting >= at_least:
-                run(exit)
+            while pool.waiting >= min_waiting:
+                run_pool(exit)
 
-    def ready() -> list[Answer]:
-        found = list(answers.ready())
-        if found:
-            tell(found)
-        return found
+    def pop_answers() -> list[Answer]:
+        ready = answers.pop_ready()
+        if ready:
+            on_answers(ready)
+        return ready
 
-    kind = None
+    description = None  # of the first image that the net can take
     for index, image in enumerate(images):
         try:
-            kind = _same_kind(backend, image, kind)
+            description = _check_image(backend, image, description)
         except InputError as error:
             answers.add(Answer(index, error=str(error)))
         else:
             batch.append(image)
             batch_ids.append(index)
-        behind = index + 1 - answers.next >= window
-        if behind or len(batch) == batch_size:
-            run_all(1 if behind or not pooled else full)
-        yield from ready()
+        window_full = index + 1 - answers.next_index >= window
+        if window_full or len(batch) == batch_size:
+            run_all(1 if window_full or not pooled else pool_size)
+        yield from pop_answers()
     run_all(1)
-    yield from ready()
+    yield from pop_answers()
 
 
-def _same_kind(backend: Backend[State], image: Any, kind: str | None) -> str:
-    """The kind of an image, which must be that of the first that the net can take."""
+def _check_image(backend: Backend[State], image: Any, expected: str | None) -> str:
+    """Return the description of an image, which must be `expected`; if that is None, the net must run on it."""
     if isinstance(image, InputError):
         raise image
-    found = backend.describe(image)
-    if kind is None:
+    description = backend.describe(image)
+    if expected is None:
         backend.check(image)
-    elif found != kind:
-        raise InputError(f"the images of a stream must all be {kind}, as the first is, but this is {found}")
-    return found
+    elif description != expected:
+        raise InputError(f"images of a stream must all be {expected} like the first, but this one is {description}")
+    return description

@@ -1,4 +1,4 @@
-"""A calibrated exit as constants and a few tensor operations: quick on small batches, and ONNX can hold it."""
+"""A calibrated exit as constants and a few tensor operations: fast on small batches, and exportable to ONNX."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,19 +10,20 @@ from exitwise.calibration.calibration import CalibratedExit, Calibration
 
 
 class ExitOutput(NamedTuple):
-    """What an exit says: probabilities (n, c), their ensemble's where there is one, and if asked the variance (n,).
+    """Output of an exit for n samples.
 
-    `memory` is what the next exit has to know of this one and those before: nothing, the probabilities, or where the
-    variance is asked for those of every draw (n, S, c).
+    `probs` (n, c) are those of the ensemble if there is one. `variance` (n,) is None unless the exit computes it.
+    `ensemble_state` is what the next exit needs of the exits so far: None without an ensemble, the probabilities
+    (n, c), or with a variance the probabilities of every draw (n, S, c).
     """
 
     probs: Tensor
     variance: Tensor | None
-    memory: Tensor | None
+    ensemble_state: Tensor | None
 
 
 class RuntimeExit(nn.Module):
-    """What `CalibratedExit` and `ensemble` compute, from features (n, p) and the memory of the exits before."""
+    """Compute `CalibratedExit` and the ensemble from features (n, p) and the ensemble state of the previous exit."""
 
     W: Tensor
     b: Tensor
@@ -31,18 +32,22 @@ class RuntimeExit(nn.Module):
     root: Tensor
     factors: Tensor
 
-    def __init__(self, exit: CalibratedExit, share: float | None, variance: bool, product: bool) -> None:
-        """`share` is this exit's weight among those up to here; None where nothing is ensembled.
+    def __init__(self, exit: CalibratedExit, ensemble_weight: float | None, variance: bool, product: bool) -> None:
+        """Precompute the constants of an exit.
 
-        With `product` the ensemble is a product of experts, which has no variance.
+        Args:
+            exit: The calibrated exit.
+            ensemble_weight: Weight of this exit relative to all exits up to it; None without an ensemble.
+            variance: Whether to compute the variance over draws.
+            product: Whether the ensemble is a product of experts, which has no variance.
         """
         super().__init__()
-        self.ensemble_weight = share
+        self.ensemble_weight = ensemble_weight
         self.product = product
-        self.branchless = False  # as a graph must be
+        self.branchless = False  # set for export: a graph cannot branch on values
         self.variance = variance
         self.classes = len(exit.head.weight)
-        self.mode = _mode(exit)
+        self.mode = _get_draw_mode(exit)
         weight, bias = exit.head.weight / exit.temperature, exit.head.bias
         blocks = [weight.T]
         shifts = [weight.new_zeros(self.classes) if bias is None else bias / exit.temperature]
@@ -53,7 +58,7 @@ class RuntimeExit(nn.Module):
                 self.register_buffer("inverse", posterior.inverse)
                 self.register_buffer("root", (posterior.root / temperature).T.contiguous())
                 self.register_buffer("draws", exit.draws)
-            else:  # one number per sample, t = |phi~ basis diag(inverse)^(1/2)|, times draws that are multiplied once
+            else:  # one scalar per sample, t = |phi~ basis diag(inverse)^(1/2)|, times draws that are multiplied once
                 basis = basis * posterior.inverse.sqrt()
                 self.register_buffer("draws", exit.draws @ posterior.root.T / temperature)
             self.offset = float(posterior.offset)
@@ -65,85 +70,90 @@ class RuntimeExit(nn.Module):
         self.register_buffer("W", torch.cat(blocks, dim=1))  # (p, c) for the logits, (p, q) for the posterior's scale
         self.register_buffer("b", torch.cat(shifts))
 
-    def forward(self, features: Tensor, memory: Tensor | None) -> ExitOutput:
+    def forward(self, features: Tensor, ensemble_state: Tensor | None) -> ExitOutput:
         features = features.to(self.W.dtype)
         if self.mode is None:
-            own = torch.addmm(self.b, features, self.W).softmax(dim=1)
+            exit_probs = torch.addmm(self.b, features, self.W).softmax(dim=1)
         elif self.variance:
-            drawn = self._with(self._softmaxes(features), memory)
+            drawn = self._ensemble(self._draw_probs(features), ensemble_state)
             probs = drawn.mean(dim=1)
-            return ExitOutput(probs, _variance(drawn, probs), None if self.ensemble_weight is None else drawn)
+            return ExitOutput(
+                probs, _predicted_class_variance(drawn, probs), None if self.ensemble_weight is None else drawn
+            )
         else:
-            own = self._mean_softmax(features)
-        probs = self._with(own, memory)
+            exit_probs = self._mean_probs(features)
+        probs = self._ensemble(exit_probs, ensemble_state)
         return ExitOutput(probs, None, None if self.ensemble_weight is None else probs)
 
-    def _mean_softmax(self, features: Tensor) -> Tensor:
-        """(n, c) over draws."""
-        # The quick way below rounds off tiny probabilities, which a product of experts depends on.
+    def _mean_probs(self, features: Tensor) -> Tensor:
+        """Return the probabilities (n, c) of this exit, averaged over draws."""
+        # The fast path below rounds off tiny probabilities, on which a product of experts depends.
         if self.branchless or self.product or self.mode == "dropout":
-            return self._softmaxes(features).mean(dim=1)
-        sampled, logits = self._sampled(features)
-        # In place, and with the logits' maximum for that of every draw: a third less time, unless float32 overflows.
-        exponentials = sampled.sub_(logits.amax(dim=1)[:, None, None]).exp_()
+            return self._draw_probs(features).mean(dim=1)
+        drawn_logits, logits = self._draw_logits(features)
+        # In place, and with the maximum of the mean logits for every draw: a third less time, unless float32 overflows.
+        exponentials = drawn_logits.sub_(logits.amax(dim=1)[:, None, None]).exp_()
         weights = 1 / exponentials.sum(dim=2, keepdim=True)
         if bool(((weights > 0) & weights.isfinite()).all()):
             return torch.bmm(weights.mT, exponentials).squeeze(1) / len(self.draws)
-        return self._softmaxes(features).mean(dim=1)
+        return self._draw_probs(features).mean(dim=1)
 
-    def _softmaxes(self, features: Tensor) -> Tensor:
-        """(n, S, c) of every draw."""
+    def _draw_probs(self, features: Tensor) -> Tensor:
+        """Return the probabilities (n, S, c) of this exit for every draw."""
         if self.mode == "dropout":
             return (torch.matmul(features[:, None] * self.factors, self.W) + self.b).softmax(dim=2)
-        return self._sampled(features)[0].softmax(dim=2)
+        return self._draw_logits(features)[0].softmax(dim=2)
 
-    def _with(self, own: Tensor, memory: Tensor | None) -> Tensor:
-        """The ensemble with the exits before."""
-        if self.ensemble_weight is None or memory is None:
-            return own
+    def _ensemble(self, exit_probs: Tensor, ensemble_state: Tensor | None) -> Tensor:
+        """Combine the probabilities of this exit with the ensemble state of the previous exit."""
+        if self.ensemble_weight is None or ensemble_state is None:
+            return exit_probs
+        weight = self.ensemble_weight
         if self.product:
-            return (_log(memory) * (1 - self.ensemble_weight) + _log(own) * self.ensemble_weight).softmax(dim=1)
-        return memory * (1 - self.ensemble_weight) + own * self.ensemble_weight
+            return (_finite_log(ensemble_state) * (1 - weight) + _finite_log(exit_probs) * weight).softmax(dim=1)
+        return ensemble_state * (1 - weight) + exit_probs * weight
 
-    def _sampled(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, S, c) logits of every draw and (n, c) those without draws, divided by the temperature."""
-        both = torch.addmm(self.b, features, self.W)
-        logits, projected = both[:, : self.classes], both[:, self.classes :]
+    def _draw_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits (n, S, c) of every draw and the mean logits (n, c), divided by the temperature."""
+        projections = torch.addmm(self.b, features, self.W)
+        logits, scale_projections = projections[:, : self.classes], projections[:, self.classes :]
         if self.mode == "exact":
-            scale = (projected.square() @ self.inverse + self.offset).sqrt()
+            scale = (scale_projections.square() @ self.inverse + self.offset).sqrt()
             return logits[:, None] + torch.matmul(scale[:, None] * self.draws, self.root), logits
-        t = torch.linalg.vector_norm(projected, dim=1)
+        t = torch.linalg.vector_norm(scale_projections, dim=1)
         if self.offset:
             t = (t.square() + self.offset).sqrt()
         return torch.addcmul(logits[:, None], t[:, None, None], self.draws), logits
 
 
-def _mode(exit: CalibratedExit) -> str | None:
-    """What is drawn, if anything: one of the posterior's modes, or dropout."""
+def _get_draw_mode(exit: CalibratedExit) -> str | None:
+    """Return "dropout", the mode of the posterior, or None if the exit has no draws."""
     if exit.dropout is not None:
         return "dropout"
     return None if exit.posterior is None else exit.posterior.mode
 
 
-def _log(probs: Tensor) -> Tensor:
-    """Finite: what is zero in float32 counts as its smallest normal number."""
+def _finite_log(probs: Tensor) -> Tensor:
+    """Return log p, with p at least the smallest normal float32 number."""
     return probs.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
-def _variance(drawn: Tensor, probs: Tensor) -> Tensor:
-    """(n,) over draws, of the probability of the predicted class."""
-    chosen = probs.argmax(dim=1)[:, None, None].expand(-1, drawn.shape[1], 1)
-    of_class = drawn.gather(2, chosen).squeeze(2)
-    return (of_class - of_class.mean(dim=1, keepdim=True)).square().mean(dim=1)
+def _predicted_class_variance(drawn: Tensor, probs: Tensor) -> Tensor:
+    """Variance (n,) over draws (n, S, c) of the probability of the class predicted by `probs` (n, c)."""
+    predicted = probs.argmax(dim=1)[:, None, None].expand(-1, drawn.shape[1], 1)
+    class_probs = drawn.gather(2, predicted).squeeze(2)
+    return (class_probs - class_probs.mean(dim=1, keepdim=True)).square().mean(dim=1)
 
 
 def runtime_exits(calibration: Calibration, variance: bool) -> list[RuntimeExit]:
-    """All exits; with `variance` they also say the variance over draws."""
+    """Return the exits of a calibration as modules; with `variance` they also compute the variance over draws."""
     product = calibration.method.ensemble == "poe"
     return [
-        RuntimeExit(exit, _share(calibration.weights, k), variance, product) for k, exit in enumerate(calibration.exits)
+        RuntimeExit(exit, _relative_weight(calibration.weights, k), variance, product)
+        for k, exit in enumerate(calibration.exits)
     ]
 
 
-def _share(weights: Sequence[float] | None, k: int) -> float | None:
+def _relative_weight(weights: Sequence[float] | None, k: int) -> float | None:
+    """Return the weight of exit k divided by the sum of the weights up to it; None without an ensemble."""
     return None if weights is None else weights[k] / sum(weights[: k + 1])

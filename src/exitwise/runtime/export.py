@@ -1,4 +1,4 @@
-"""Writes a classifier as an ONNX bundle: a graph per stage, its calibrated exit inside, and a manifest."""
+"""Write a classifier as an ONNX bundle: a graph per stage, with its calibrated exit, and a manifest."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from exitwise.calibration.calibration import Calibration
 from exitwise.core import nested
 from exitwise.core.costs import Costs
-from exitwise.core.errors import NET_ERRORS, InputError, first_line
+from exitwise.core.errors import InputError, net_input_errors
 from exitwise.core.files import atomic_directory
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
@@ -30,7 +30,7 @@ from exitwise.runtime.exit_modules import RuntimeExit
 
 
 class Exportable(Protocol):
-    """The parts of a `Classifier` that a bundle is made from."""
+    """The parts of a `Classifier` that `export` needs."""
 
     net: MultiExitNet
     exits: nn.ModuleList
@@ -43,7 +43,7 @@ class Exportable(Protocol):
 
 
 class StageGraph(nn.Module):
-    """A stage with its exit, from tensors to tensors: the flattened state, and the memory where there is one."""
+    """A stage with its exit that takes and returns flat tensors: the stage state, with the ensemble state last."""
 
     def __init__(self, stage: nn.Module, head: Head, exit: RuntimeExit, structure: Any, last: bool) -> None:
         super().__init__()
@@ -51,39 +51,43 @@ class StageGraph(nn.Module):
         self._structure, self._last = structure, last
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        carried = iter(inputs)
-        state = self.stage(nested.replace_tensors(self._structure, carried))
-        said = self.exit(self.head.features(state), next(carried, None))
-        found = [] if self._last else list(nested.iter_tensors(state))
-        found.append(said.probs)
-        if said.variance is not None:
-            found.append(said.variance)
-            found += [] if said.memory is None or self._last else [said.memory]
-        return tuple(found)
+        tensors = iter(inputs)
+        stage_output = self.stage(nested.replace_tensors(self._structure, tensors))
+        output = self.exit(self.head.features(stage_output), next(tensors, None))
+        outputs = [] if self._last else list(nested.iter_tensors(stage_output))
+        outputs.append(output.probs)
+        if output.variance is not None:  # only then is the ensemble state another tensor than `probs`
+            outputs.append(output.variance)
+            outputs += [] if output.ensemble_state is None or self._last else [output.ensemble_state]
+        return tuple(outputs)
 
 
 def export(classifier: Exportable, path: str | Path, example: Any = None, force: bool = False) -> None:
-    """Write the bundle to a new folder; whole or not at all.
+    """Write the bundle to a folder atomically.
 
-    `example` is a batch of what it shall take, for a classifier that does not know that by its preprocessing or its
-    net's preset: a tensor (n, ...), or a dict or tuple of several.
+    Args:
+        classifier: The classifier to export.
+        path: The folder to create.
+        example: A batch of the net's input, a tensor (n, ...) or a dict or tuple of several. Needed only if neither
+            the preprocessing nor the net's preset gives the shape of an image.
+        force: Whether to replace an existing bundle.
     """
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
-    given = _example(classifier, example)
-    inputs = _inputs(given)
+    batch = _make_example_batch(classifier, example)
+    inputs = _describe_inputs(batch)
     with atomic_directory(path, force, MANIFEST, "a bundle") as folder:
-        graphs = _write_graphs(classifier, given, first_graph_inputs(inputs), folder)
+        graphs = _write_graphs(classifier, batch, first_graph_inputs(inputs), folder)
         Manifest(
             graphs=graphs,
-            memory=_memory(classifier),
+            memory=_ensemble_state_output(classifier),
             inputs=inputs,
             num_classes=classifier.net.num_classes,
             policy=classifier.policy,
-            costs=classifier.costs_of(given),
+            costs=classifier.costs_of(batch),
             classes=classifier.classes,
             preprocessing=classifier.preprocessing,
             method=classifier.calibration.method.name,
@@ -97,7 +101,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
 
 
 class _LastExitOnly(nn.Module):
-    """The net to its last exit, with no look at the others."""
+    """The net without early exits: all stages and the last exit."""
 
     def __init__(self, net: MultiExitNet) -> None:
         super().__init__()
@@ -112,114 +116,123 @@ class _LastExitOnly(nn.Module):
 
 
 def export_last_exit(net: MultiExitNet, example: Tensor, file: Path) -> None:
-    """The plain net as one graph, to compare with."""
-    _write(
-        _LastExitOnly(_for_onnx(net)), [torch.zeros(3, *example.shape[1:])], file, ["image"], ["probs"], varying=False
-    )
+    """Write the vanilla net without early exits as one graph, for comparison; `example` (n, ...) gives the shape."""
+    module, images = _LastExitOnly(_prepare_net(net)), torch.zeros(3, *example.shape[1:])
+    _write_graph(module, [images], file, ["image"], ["probs"], variadic=False)
 
 
-def _example(classifier: Exportable, example: Any) -> Any:
-    """Three samples, all alike: a batch of one would be taken for a constant."""
+def _make_example_batch(classifier: Exportable, example: Any) -> Any:
+    """Return three equal samples: the exporter would take a batch size of one for a constant."""
     if example is None:
         if classifier.preprocessing is not None:
             shape: tuple[int, ...] = classifier.preprocessing.shape
         elif classifier.net.input_shape is not None:
             shape = classifier.net.input_shape
         else:
-            raise InputError("exporting needs to know the shape of an image: give some images as `example`")
+            raise InputError("exporting needs the shape of an image: give some images as `example`")
         return torch.zeros(3, *shape)
-    several = isinstance(example, Mapping | list | tuple)
-    parts = list(nested.iter_tensors(example))
-    if not parts or not all(part.dim() > (not several) and len(part) for part in parts):
+    min_dims = 1 if isinstance(example, Mapping | list | tuple) else 2
+    tensors = list(nested.iter_tensors(example))
+    if not tensors or not all(tensor.dim() >= min_dims and len(tensor) for tensor in tensors):
         raise InputError("`example` must be a tensor of some images (n, ...), or a dict or tuple of such tensors")
     nested.num_samples(example, "`example`")
-    return nested.map_tensors(_three, example)
+    return nested.map_tensors(_repeat_first_sample, example)
 
 
-def _three(part: Tensor) -> Tensor:
-    """The first sample three times, as the first graph takes it."""
-    if part.is_floating_point():
-        part = part.float()
-    elif str(part.dtype).removeprefix("torch.") not in DTYPES:
-        raise InputError(f"`example` must hold {', '.join(DTYPES)}, but holds {part.dtype}")
-    return part[:1].cpu().repeat(3, *(1 for _ in part.shape[1:]))
+def _repeat_first_sample(tensor: Tensor) -> Tensor:
+    """Return the first sample three times, in a type that the first graph can take."""
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    elif str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise InputError(f"`example` must hold {', '.join(DTYPES)}, but holds {tensor.dtype}")
+    return tensor[:1].cpu().repeat(3, *(1 for _ in tensor.shape[1:]))
 
 
-def _inputs(given: Any) -> tuple[InputSpec, ...]:
-    """What the first graph takes; what came in a row has its place as its name. Constants are the graph's."""
-    if isinstance(given, Tensor):
-        named = {"image" if given.is_floating_point() else "input": given}
+def _describe_inputs(batch: Any) -> tuple[InputSpec, ...]:
+    """Return the inputs of the first graph, those of a tuple named by position.
+
+    Values that are not tensors are no inputs: they become constants of the graph.
+    """
+    if isinstance(batch, Tensor):
+        named = {"image" if batch.is_floating_point() else "input": batch}
     else:
-        named = given if isinstance(given, dict) else {str(i): part for i, part in enumerate(given)}
+        named = batch if isinstance(batch, dict) else {str(i): part for i, part in enumerate(batch)}
     tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
-    if len(tensors) < len(list(nested.iter_tensors(given))):
+    if len(tensors) < len(list(nested.iter_tensors(batch))):
         raise InputError("`example` must hold tensors, not lists or dicts of them")
     return tuple(
-        InputSpec(name, tuple(part.shape[1:]), str(part.dtype).removeprefix("torch.")) for name, part in tensors.items()
+        InputSpec(name, tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
     )
 
 
-def _memory(classifier: Exportable) -> str | None:
+def _ensemble_state_output(classifier: Exportable) -> str | None:
+    """Return the name of the output that is the ensemble state; None without an ensemble."""
     if classifier.calibration.weights is None:
         return None
     return "drawn" if classifier.policy.score == "variance" else "probs"
 
 
-def _for_onnx(net: MultiExitNet) -> MultiExitNet:
-    """A copy in float32 on the CPU, in memory as ONNX has it; folded, as fewer steps run faster there, too."""
-    twin = copy.deepcopy(net).eval().float().cpu()
-    folding.fold_batch_norms(twin)
-    return twin.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
+def _prepare_net(net: MultiExitNet) -> MultiExitNet:
+    """Return a copy in float32 on the CPU, contiguous as ONNX requires, with BatchNorms folded for speed."""
+    net_copy = copy.deepcopy(net).eval().float().cpu()
+    folding.fold_batch_norms(net_copy)
+    return net_copy.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,no-any-return]
 
 
-def _write_graphs(classifier: Exportable, given: Any, names: Sequence[str], folder: Path) -> tuple[StageGraphInfo, ...]:
-    net = _for_onnx(classifier.net)
+def _write_graphs(
+    classifier: Exportable, batch: Any, first_inputs: Sequence[str], folder: Path
+) -> tuple[StageGraphInfo, ...]:
+    """Write a graph per stage, each traced with the stage state that the stages before give for `batch`."""
+    net = _prepare_net(classifier.net)
     exits = [exit for exit in copy.deepcopy(classifier.exits).cpu() if isinstance(exit, RuntimeExit)]
     for exit in exits:
         exit.branchless = True
-    state: Any = given
-    memory: Tensor | None = None
+    stage_input: Any = batch
+    ensemble_state: Tensor | None = None
     graphs = []
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
-        graph = StageGraph(stage, head, exit, state, last)
-        carried = list(nested.iter_tensors(state))
-        inputs = [f"state.{i}" for i, _ in enumerate(carried)] if k else list(names)
-        if memory is not None:
-            carried, inputs = [*carried, memory], [*inputs, "memory"]
-        try:
-            with torch.no_grad():
-                state = stage(state)
-                said = exit(head.features(state), memory)
-        except NET_ERRORS as error:
-            raise InputError(f"the net cannot take {nested.describe(given)}: {first_line(error)}") from None
-        memory = said.memory
-        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.iter_tensors(state))]
+        graph = StageGraph(stage, head, exit, stage_input, last)
+        tensors = list(nested.iter_tensors(stage_input))
+        inputs = [f"state.{i}" for i, _ in enumerate(tensors)] if k else list(first_inputs)
+        if ensemble_state is not None:
+            tensors, inputs = [*tensors, ensemble_state], [*inputs, "memory"]
+        with torch.no_grad(), net_input_errors(nested.describe(batch)):
+            stage_input = stage(stage_input)
+            output = exit(head.features(stage_input), ensemble_state)
+        ensemble_state = output.ensemble_state
+        outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.iter_tensors(stage_input))]
         outputs.append("probs")
-        if said.variance is not None:
-            outputs += ["variance"] if last or memory is None else ["variance", "drawn"]
+        if output.variance is not None:
+            outputs += ["variance"] if last or ensemble_state is None else ["variance", "drawn"]
         file = folder / f"stage{k}.onnx"
-        _write(graph, carried, file, inputs, outputs)
+        _write_graph(graph, tensors, file, inputs, outputs)
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         graphs.append(StageGraphInfo(file.name, sha256, tuple(inputs), tuple(outputs)))
     return tuple(graphs)
 
 
-def _write(
-    graph: nn.Module, inputs: list[Tensor], file: Path, names: list[str], outputs: list[str], varying: bool = True
+def _write_graph(
+    module: nn.Module,
+    inputs: list[Tensor],
+    file: Path,
+    input_names: list[str],
+    output_names: list[str],
+    variadic: bool = True,
 ) -> None:
-    """One graph for batches of any size; `varying` says that its module takes any number of inputs."""
+    """Export a module as a graph for batches of any size; `variadic` if its forward is `forward(*inputs)`."""
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
-    with _quiet():
+    with _silence_exporter():
         torch.onnx.export(
-            graph.eval(),
+            module.eval(),
             tuple(inputs),
             file,
-            input_names=names,
-            output_names=outputs,
+            input_names=input_names,
+            output_names=output_names,
             opset_version=OPSET,
-            dynamic_shapes=(shapes,) if varying else shapes,
+            dynamic_shapes=(shapes,) if variadic else shapes,
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -227,8 +240,8 @@ def _write(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter warns and prints about its own affairs."""
+def _silence_exporter() -> Iterator[None]:
+    """Suppress warnings, logs and prints of torch's exporter that a user cannot act on."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

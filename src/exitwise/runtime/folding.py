@@ -1,4 +1,4 @@
-"""Batch normalisation folded into the convolution before it: the same function in evaluation mode, in fewer steps."""
+"""Fold batch normalization into the preceding convolution: the same function in evaluation mode, in fewer steps."""
 
 import copy
 from collections import Counter
@@ -11,7 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from exitwise.models.net import MultiExitNet
 
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-_CONVS: Mapping[type[nn.Module], type[_Norm]] = {
+_NORM_OF_CONV: Mapping[type[nn.Module], type[_Norm]] = {
     nn.Conv1d: nn.BatchNorm1d,
     nn.Conv2d: nn.BatchNorm2d,
     nn.Conv3d: nn.BatchNorm3d,
@@ -19,64 +19,65 @@ _CONVS: Mapping[type[nn.Module], type[_Norm]] = {
 
 
 def fold_batch_norms(net: MultiExitNet) -> int:
-    """Fold every BatchNorm of a net in evaluation mode that alone reads a convolution, in place; how many.
+    """Fold, in place, every BatchNorm that is the only reader of a convolution; return the number folded.
 
-    Which BatchNorm reads which convolution is found by tracing what the net calls as a whole: its stages and necks, and
-    the steps of plain sequences. What cannot be traced stays as it is: its modules may be used in any way.
+    The net must be in evaluation mode. Tracing finds the BatchNorm that reads a convolution: it traces the stages, the
+    necks and, where these cannot be traced, the children of an `nn.Sequential`. Modules that cannot be traced stay
+    unchanged, because they may use their children in any way.
     """
     uses = Counter(module for _, module in net.named_modules(remove_duplicate=False))
-    folded = 0
-    for whole in (*net.stages, *(head.neck for head in net.exits)):
-        for part, graph in list(_traceable(whole)):
-            for conv_name, norm_name in _pairs(part, graph):
-                conv, norm = part.get_submodule(conv_name), part.get_submodule(norm_name)
+    num_folded = 0
+    for root in (*net.stages, *(head.neck for head in net.exits)):
+        for module, graph in list(_trace_parts(root)):
+            for conv_name, norm_name in _find_foldable_pairs(module, graph):
+                conv, norm = module.get_submodule(conv_name), module.get_submodule(norm_name)
                 assert isinstance(norm, _Norm)
                 if uses[conv] > 1 or uses[norm] > 1 or norm.running_mean is None:
                     continue
-                part.set_submodule(conv_name, fuse_conv_bn_eval(conv, norm))  # type: ignore[type-var]
-                _remove(part, norm_name)
-                folded += 1
-    return folded
+                module.set_submodule(conv_name, fuse_conv_bn_eval(conv, norm))  # type: ignore[type-var]
+                _remove_submodule(module, norm_name)
+                num_folded += 1
+    return num_folded
 
 
-def _remove(module: nn.Module, name: str) -> None:
-    """A step out of a plain sequence, or in its place one that does nothing."""
-    parent, _, own = name.rpartition(".")
-    if type(sequence := module.get_submodule(parent)) is nn.Sequential:
-        delattr(sequence, own)
+def _remove_submodule(module: nn.Module, name: str) -> None:
+    """Delete a child of an `nn.Sequential`; replace any other submodule with an identity."""
+    parent_name, _, child_name = name.rpartition(".")
+    if type(parent := module.get_submodule(parent_name)) is nn.Sequential:
+        delattr(parent, child_name)
     else:
         module.set_submodule(name, nn.Identity())
 
 
-def _traceable(module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
-    """The module with its graph, or where a plain sequence cannot be traced those of its steps that can."""
+def _trace_parts(module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
+    """Yield the module with its graph or, if an `nn.Sequential` cannot be traced, its traceable children."""
     try:
         yield module, fx.Tracer().trace(module)
     except Exception:  # tracing runs the module's own code on symbols, which may raise anything
         if type(module) is nn.Sequential:
-            for step in module.children():
-                yield from _traceable(step)
+            for child in module.children():
+                yield from _trace_parts(child)
 
 
-def _pairs(module: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
-    """Names of convolutions and of the BatchNorms that alone read them, where each is called once."""
+def _find_foldable_pairs(module: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
+    """Return names of convolutions and of the BatchNorms that are their only readers, where both are called once."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    times = Counter(node.target for node in calls)
+    num_calls = Counter(node.target for node in calls)
     pairs = []
     for norm in calls:
         conv = norm.args[0] if norm.args else None
         if not isinstance(conv, fx.Node) or conv.op != "call_module" or len(conv.users) > 1:
             continue
-        kind = type(module.get_submodule(str(conv.target)))
-        if type(module.get_submodule(str(norm.target))) is not _CONVS.get(kind):
+        conv_type = type(module.get_submodule(str(conv.target)))
+        if type(module.get_submodule(str(norm.target))) is not _NORM_OF_CONV.get(conv_type):
             continue
-        if times[conv.target] == times[norm.target] == 1:
+        if num_calls[conv.target] == num_calls[norm.target] == 1:
             pairs.append((str(conv.target), str(norm.target)))
     return pairs
 
 
 def optimize_for_cpu(net: MultiExitNet) -> MultiExitNet:
-    """A copy of the net in evaluation mode, with its convolutions folded and in channels-last memory."""
-    twin = copy.deepcopy(net).eval()
-    fold_batch_norms(twin)
-    return twin.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    """Return a copy of the net in evaluation mode, with BatchNorms folded and in channels-last memory format."""
+    net_copy = copy.deepcopy(net).eval()
+    fold_batch_norms(net_copy)
+    return net_copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]

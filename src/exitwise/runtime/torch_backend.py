@@ -1,4 +1,4 @@
-"""Runs stages and calibrated exits in torch: the classifier's backend."""
+"""Run stages and calibrated exits in torch: the backend of `Classifier`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exitwise.core import nested
 from exitwise.core.costs import Costs
-from exitwise.core.errors import NET_ERRORS, InputError, first_line
+from exitwise.core.errors import InputError, net_input_errors
 from exitwise.core.memory import ALIGNMENT
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.preprocessing import Preprocessing
@@ -20,59 +20,59 @@ from exitwise.models.net import MultiExitNet
 
 @dataclass(frozen=True, eq=False)
 class StageState:
-    """What is carried from stage to stage for the samples that have not left."""
+    """Stage state of the active samples: the (nested) input of the next stage, and the ensemble state if any."""
 
-    state: Any
-    memory: Tensor | None = None
+    stage_input: Any
+    ensemble_state: Tensor | None = None
 
 
 class SharedEvalMode:
-    """The net's modules in evaluation mode while anyone is inside; the last who leaves puts their own modes back."""
+    """Reference-counted eval mode: enabled by the first thread, restored by the last."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._modules = tuple(net.modules())
         self._lock = Lock()
-        self._inside = 0
-        self._training: list[nn.Module] = []
+        self._num_users = 0
+        self._training_modules: list[nn.Module] = []
 
     def __reduce__(self) -> tuple[type["SharedEvalMode"], tuple[nn.Module]]:
-        return SharedEvalMode, (self._net,)  # a copy has a lock of its own
+        return SharedEvalMode, (self._net,)  # a lock cannot be copied or pickled: a copy gets a new one
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._training = [module for module in self._modules if module.training]
-                for module in self._training:
+            if not self._num_users:
+                self._training_modules = [module for module in self._modules if module.training]
+                for module in self._training_modules:
                     module.training = False
-            self._inside += 1
+            self._num_users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                for module in self._training:
+            self._num_users -= 1
+            if not self._num_users:
+                for module in self._training_modules:
                     module.training = True
 
 
 class TorchBackend:
-    """Runs a net's stages and calibrated exits, for the engine; one for each call."""
+    """Run the stages and calibrated exits of a net for the engine; each call uses a new backend."""
 
     def __init__(
         self,
         net: MultiExitNet,
         exits: nn.ModuleList,
-        evaluating: SharedEvalMode,
+        eval_mode: SharedEvalMode,
         preprocessing: Preprocessing | None,
         costs_of: Callable[[Any], Costs],
         channels_last: bool,
     ) -> None:
-        self._net, self._exits, self._evaluating = net, exits, evaluating
+        self._net, self._exits, self._eval_mode = net, exits, eval_mode
         self._preprocessing, self._costs_of, self._channels_last = preprocessing, costs_of, channels_last
         parameter = next(net.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._costs: Sequence[float] = ()
-        self._kind = ""  # of the images, for what there may be to say about them
+        self._image_description = ""  # for error messages
 
     @property
     def num_exits(self) -> int:
@@ -88,102 +88,101 @@ class TorchBackend:
 
     @torch.inference_mode()
     def start(self, images: Any) -> StageState:
-        state = nested.map_tensors(self._ready, _tensor(images))
-        nested.num_samples(state, "`images`")
-        self._kind = nested.describe(nested.map_tensors(lambda tensor: tensor[0] if len(tensor) else tensor, state))
+        prepared = nested.map_tensors(self._prepare, _to_tensors(images))
+        nested.num_samples(prepared, "`images`")
+        self._image_description = nested.describe(
+            nested.map_tensors(lambda tensor: tensor[0] if len(tensor) else tensor, prepared)
+        )
         if not self._costs:
-            self._costs = self._costs_of(state).values
-        return StageState(state)
+            self._costs = self._costs_of(prepared).values
+        return StageState(prepared)
 
-    def _ready(self, images: Tensor) -> Tensor:
+    def _prepare(self, images: Tensor) -> Tensor:
+        """Move images to the net's device, type and memory format, and normalize bytes."""
         images = images.to(self._device)
         if images.dtype == torch.uint8:
-            known = _known(self._preprocessing)
-            shift, scale = (torch.as_tensor(values, device=self._device) for values in (known.shift, known.scale))
-            images = torch.addcmul(shift, images.float(), scale)
+            images = _require_preprocessing(self._preprocessing).normalize(images)
         if images.is_floating_point():
             images = images.to(self._dtype)
         if self._channels_last and images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
-        # An array starts anywhere, a slice of a batch too: from memory of our own, equal images give equal answers.
+        # Arrays and slices of batches may be unaligned, and kernels round differently there: copy them, so that equal
+        # images give equal answers.
         return images.clone() if images.data_ptr() % ALIGNMENT else images
 
     def stack(self, images: Sequence[Any]) -> Any:
-        return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(_tensor, images))
+        return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(_to_tensors, images))
 
     def describe(self, image: Any) -> str:
-        image, known = _tensor(image), self._preprocessing
-        found = list(nested.iter_tensors(image))
-        if not found:
+        image, preprocessing = _to_tensors(image), self._preprocessing
+        tensors = list(nested.iter_tensors(image))
+        if not tensors:
             raise InputError(f"an image must be a tensor or an array, but is a {type(image).__name__}")
-        if known is not None and tuple(found[0].shape) != known.shape:
-            raise InputError(f"an image must have shape {known.shape}, but has {tuple(found[0].shape)}")
-        if any(tensor.dtype == torch.uint8 for tensor in found):
-            _known(known)
+        if preprocessing is not None and tuple(tensors[0].shape) != preprocessing.shape:
+            raise InputError(f"an image must have shape {preprocessing.shape}, but has {tuple(tensors[0].shape)}")
+        if any(tensor.dtype == torch.uint8 for tensor in tensors):
+            _require_preprocessing(preprocessing)
         return nested.describe(image)
 
     def check(self, image: Any) -> None:
-        live = self.start(self.stack([image]))
+        state = self.start(self.stack([image]))
         for exit in range(self.num_exits):
-            live, _ = self.run(exit, live)
+            state, _ = self.run(exit, state)
 
     @torch.inference_mode()
-    def run(self, exit: int, live: StageState) -> tuple[StageState, ExitPrediction]:
-        with self._evaluating:
-            try:
-                state = self._net.stages[exit](live.state)
-                said = self._exits[exit](self._net.exits[exit].features(state), live.memory)
-            except NET_ERRORS as error:
-                reason = first_line(error)
-                raise InputError(f"the net cannot take images of {self._kind}: {reason}") from None
-        probs = said.probs.float().cpu().numpy()
-        variance = None if said.variance is None else said.variance.float().cpu().numpy()
-        return StageState(state, said.memory), ExitPrediction.from_probs(probs, variance)
+    def run(self, exit: int, state: StageState) -> tuple[StageState, ExitPrediction]:
+        with self._eval_mode, net_input_errors(self._image_description):
+            stage_output = self._net.stages[exit](state.stage_input)
+            output = self._exits[exit](self._net.exits[exit].features(stage_output), state.ensemble_state)
+        probs = output.probs.float().cpu().numpy()
+        variance = None if output.variance is None else output.variance.float().cpu().numpy()
+        return StageState(stage_output, output.ensemble_state), ExitPrediction.from_probs(probs, variance)
 
     @torch.inference_mode()
-    def take(self, live: StageState, rows: Array) -> StageState:
-        where = torch.from_numpy(rows).to(self._device)
-        state = nested.map_tensors(lambda tensor: _select(tensor, where), live.state)
-        return StageState(state, None if live.memory is None else _select(live.memory, where))
+    def take(self, state: StageState, rows: Array) -> StageState:
+        indices = torch.from_numpy(rows).to(self._device)
+        stage_input = nested.map_tensors(lambda tensor: _select_rows(tensor, indices), state.stage_input)
+        ensemble_state = state.ensemble_state
+        return StageState(stage_input, None if ensemble_state is None else _select_rows(ensemble_state, indices))
 
-    def compact(self, live: StageState, gone: Array) -> tuple[StageState, Array]:
-        """In place would be quicker, but a stage may hand its input on, and hooks may hold what it made."""
-        rows = np.flatnonzero(~gone)
-        return self.take(live, rows), rows
+    def compact(self, state: StageState, exited: Array) -> tuple[StageState, Array]:
+        """Copy the active rows; not in place, because a stage may return its input and hooks may keep its output."""
+        rows = np.flatnonzero(~exited)
+        return self.take(state, rows), rows
 
     @torch.inference_mode()
-    def join(self, lives: Sequence[StageState]) -> StageState:
-        state = nested.map_tensors(lambda *tensors: torch.cat(tensors), *(live.state for live in lives))
-        memories = [live.memory for live in lives if live.memory is not None]
-        return StageState(state, torch.cat(memories) if memories else None)
+    def join(self, states: Sequence[StageState]) -> StageState:
+        stage_input = nested.map_tensors(lambda *tensors: torch.cat(tensors), *(state.stage_input for state in states))
+        ensemble_states = [state.ensemble_state for state in states if state.ensemble_state is not None]
+        return StageState(stage_input, torch.cat(ensemble_states) if ensemble_states else None)
 
-    def length(self, live: StageState) -> int:
-        return nested.num_samples(live.state)
+    def length(self, state: StageState) -> int:
+        return nested.num_samples(state.stage_input)
 
 
-def _select(tensor: Tensor, where: Tensor) -> Tensor:
-    """Some samples, in the same memory format; half again as fast as `tensor[where]`."""
+def _select_rows(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Select samples and keep the memory format; 1.5 times as fast as `tensor[indices]`."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
-    return tensor.index_select(0, where)
+        return tensor.permute(0, 2, 3, 1).index_select(0, indices).permute(0, 3, 1, 2)
+    return tensor.index_select(0, indices)
 
 
-def _tensor(images: Any) -> Any:
-    """Arrays as tensors, whatever their strides and their byte order."""
+def _to_tensors(images: Any) -> Any:
+    """Convert (nested) arrays of any strides and byte order to tensors."""
     if isinstance(images, Mapping):
-        return {name: _tensor(part) for name, part in images.items()}
+        return {name: _to_tensors(part) for name, part in images.items()}
     if type(images) in (list, tuple):
-        return type(images)(map(_tensor, images))
+        return type(images)(map(_to_tensors, images))
     if not isinstance(images, np.ndarray):
         return images
     try:
-        plain = images.astype(images.dtype.newbyteorder("="), order="C", copy=not images.flags.writeable)
-        return torch.from_numpy(plain if plain.flags.c_contiguous else plain.copy())
+        array = images.astype(images.dtype.newbyteorder("="), order="C", copy=not images.flags.writeable)
+        return torch.from_numpy(array if array.flags.c_contiguous else array.copy())
     except TypeError:
         raise InputError(f"an image must hold numbers, but holds {images.dtype}") from None
 
 
-def _known(preprocessing: Preprocessing | None) -> Preprocessing:
+def _require_preprocessing(preprocessing: Preprocessing | None) -> Preprocessing:
     if preprocessing is None:
-        raise InputError("bytes must be normalised first: give the Classifier a `preprocessing`, or floats")
+        raise InputError("bytes must be normalized first: give the Classifier a `preprocessing`, or pass floats")
     return preprocessing
