@@ -1,1 +1,1 @@
-"""Traces, the Laplace approximation, and the tuning of every exit."""
+"""Calibration of every exit: traces, the Laplace approximation, and the tuning of temperatures and priors."""

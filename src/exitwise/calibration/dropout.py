@@ -1,4 +1,4 @@
-"""Last-layer Monte Carlo dropout at one exit: logits under masks that drop features and scale up those that stay."""
+"""Last-layer Monte Carlo dropout at one exit: logits under masks that drop features and scale up the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from exitwise.core.memory import align_fields
 
 @dataclass(frozen=True, eq=False)
 class DropoutMasks:
-    """S masks of one exit's p features, drawn once and shared by all samples."""
+    """Masks (S, p) of one exit's features, drawn once and shared by all samples."""
 
     rate: float
-    masks: Tensor  # (S, p) of bool: the features that stay
+    masks: Tensor  # (S, p), bool: True for features that are kept
 
     def __post_init__(self) -> None:
         align_fields(self, "masks")
 
     @cached_property
     def factors(self) -> Tensor:
-        """(S, p) what features are multiplied by: 0 or 1 / (1 - rate)."""
+        """Factors (S, p) of the features: 0 or 1 / (1 - rate)."""
         return self.masks.float() / (1 - self.rate)
 
     def sample_logits(self, head: HeadWeights, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Logits (m, S, c) of features (n, p) under every mask, chunk by chunk."""
+        """Yield logits (m, S, c) under every mask, for chunks of the features (n, p)."""
         for part in chunk_slices(len(features), self.masks.numel() + len(self.masks) * len(head.weight)):
             yield part, head.logits(features[part, None] * self.factors)

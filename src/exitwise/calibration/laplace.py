@@ -1,6 +1,6 @@
 """The last-layer Laplace approximation at one exit: curvature sums, posterior, and its covariance of the logits.
 
-With phi~ = (phi, 1) the features of a sample and p its softmax, the generalised Gauss-Newton matrix of the last layer
+With phi~ = (phi, 1) the features of a sample and p its softmax, the generalized Gauss-Newton matrix of the last layer
 is approximated by the Kronecker product of A = sum phi~ phi~^T and B = sum (diag(p) - p p^T), in closed form.
 
 Three posteriors, with prior variance var0:
@@ -19,18 +19,19 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from exitwise.core.checks import check_choice
 from exitwise.core.errors import InputError
 from exitwise.core.memory import align, align_fields
 
 Mode = Literal["paper", "exact", "naive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_RATE = 0.95  # of the public code's exponential average
+_RATE = 0.95  # of the exponential average in the paper's released code
 
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """Sums over n samples: A (q, q) of feature products, q = p + 1 with a bias and p without, and B (c, c)."""
+    """Sums over n samples: A (q, q), with q = p + 1 with a bias and q = p without, and B (c, c)."""
 
     A: Tensor
     B: Tensor
@@ -41,26 +42,26 @@ class Curvature:
 
 
 class CurvatureAccumulator(Protocol):
-    """Takes batches of features (m, p) and logits (m, c), gives the curvature of all of them."""
+    """Accumulates the curvature of all batches of features (m, p) and logits (m, c)."""
 
     def update(self, features: Tensor, logits: Tensor) -> None: ...
     def result(self) -> Curvature: ...
 
 
 def append_ones(features: Tensor, bias: bool) -> Tensor:
-    """phi~: features (n, p) with a column of ones behind them where the last layer has a bias."""
+    """Return phi~: features (n, p), with a column of ones appended if the last layer has a bias."""
     return torch.cat([features, features.new_ones(len(features), 1)], dim=1) if bias else features
 
 
 def batch_curvature(features: Tensor, logits: Tensor, bias: bool) -> Curvature:
-    """A and B of one batch, in float64: features (m, p), logits (m, c)."""
+    """Compute A and B of one batch with features (m, p) and logits (m, c), in float64."""
     phi = append_ones(features.double(), bias)
     p = logits.double().softmax(dim=1)
     return Curvature(A=phi.T @ phi, B=torch.diag(p.sum(dim=0)) - p.T @ p, n=len(features))
 
 
 class CurvatureSum:
-    """Plain sums: what a batch adds does not depend on the others, so the order and the batch size do not matter."""
+    """Sums over all batches; they do not depend on the order or the size of the batches."""
 
     def __init__(self, features: int, classes: int, bias: bool = True) -> None:
         self._bias = bias
@@ -79,10 +80,10 @@ class CurvatureSum:
 
 
 class CurvatureMovingAverage:
-    """The public code's exponential average over batches, rate min(1 - 1/(i + 1), .95), for comparison.
+    """Exponential average over batches with rate min(1 - 1/(i + 1), .95), as in the paper's released code.
 
-    It is dominated by the last twenty batches or so. The result is scaled to sums over all n samples, so that it can
-    stand wherever `CurvatureSum`'s does.
+    It exists for comparison: the last twenty batches or so dominate the average. The result is scaled to sums over all
+    n samples, so that it can replace the result of `CurvatureSum`.
     """
 
     def __init__(self, features: int, classes: int, bias: bool = True) -> None:
@@ -105,42 +106,44 @@ class CurvatureMovingAverage:
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """Covariance of the logits of a sample, as `root diag(scale(x)) root^T`.
+    """Covariance of a sample's logits, as `root diag(scale(x)) root^T`.
 
     scale(x) = squares(x) @ inverse + offset, with squares(x) = (phi~ basis)^2: one number per sample (n,) for paper and
-    naive, one per direction (n, c) for exact. It is a sum of non-negative terms, so it cannot come out negative.
+    naive, one per direction (n, c) for exact. It is a sum of non-negative terms, so it is never negative.
     """
 
     mode: Mode
     basis: Tensor  # (q, q), eigenvectors of A
     inverse: Tensor  # (q,) or (q, c)
-    offset: Tensor  # () what the bias adds where it is kept apart
+    offset: Tensor  # (), the contribution of a separate bias, else 0
     root: Tensor  # (c, c): the Cholesky factor L of U^-1, or the eigenvectors of B
 
     def __post_init__(self) -> None:
         align_fields(self, "basis", "inverse", "offset", "root")
 
     def to_float32(self) -> "Posterior":
-        """The same in float32, for predicting."""
+        """Return the posterior in float32, for prediction."""
         parts = {name: getattr(self, name).float() for name in ("basis", "inverse", "offset", "root")}
         return Posterior(self.mode, **parts)
 
     def squared_projections(self, features: Tensor) -> Tensor:
-        """(n, q) from features (n, p)."""
+        """Compute the squares (phi~ basis)^2 (n, q) from features (n, p)."""
         bias = self.basis.shape[0] == features.shape[1] + 1
         squares: Tensor = (append_ones(features, bias) @ self.basis.to(features.dtype)).square()
         return squares
 
     def scale(self, features: Tensor) -> Tensor:
-        """(n,) or (n, c) from features (n, p)."""
+        """Compute the scale (n,), or (n, c) for exact, from features (n, p)."""
         return self.scale_from_squares(self.squared_projections(features))
 
     def scale_from_squares(self, squares: Tensor) -> Tensor:
+        """Compute the scale (n,), or (n, c) for exact, from squared projections (n, q)."""
         scale: Tensor = squares @ self.inverse.to(squares.dtype) + self.offset.to(squares.dtype)
-        return scale.clamp(min=torch.finfo(scale.dtype).tiny)  # features all zero, no bias: a root needs more than 0
+        # Without a bias, features that are all zero give 0, which has no Cholesky factor and no gradient of its root.
+        return scale.clamp(min=torch.finfo(scale.dtype).tiny)
 
     def covariance(self, features: Tensor) -> Tensor:
-        """(n, c, c), for small cases: everything else works without it."""
+        """Compute the covariances (n, c, c) of the logits; only for small cases, predictions do not need them."""
         scale = self.scale(features)
         scale = scale[:, None].expand(-1, len(self.root)) if scale.dim() == 1 else scale
         root = self.root.to(features.dtype)
@@ -148,21 +151,20 @@ class Posterior:
 
 
 class CurvatureEigen:
-    """Eigenvalues and eigenvectors of one exit's factors, computed once; any prior variance is then cheap."""
+    """Eigendecompositions of one exit's factors A and B, computed once; the posterior is then cheap for any prior."""
 
     def __init__(self, curvature: Curvature, mode: Mode = "paper", bias: bool = True) -> None:
-        if mode not in MODES:
-            raise InputError(f"`mode` must be one of {', '.join(MODES)}, but got {mode!r}")
+        check_choice("mode", mode, MODES)
         self.mode = mode
         self.n = curvature.n
-        # The bias row and column of A are those that `naive` keeps apart.
-        self._apart = mode == "naive" and bias
-        A = curvature.A[:-1, :-1] if self._apart else curvature.A
+        # `naive` treats the bias separately, so A loses the row and the column of the bias.
+        self._separate_bias = mode == "naive" and bias
+        A = curvature.A[:-1, :-1] if self._separate_bias else curvature.A
         self._a, self._basis = _eigh(A, "A", curvature.n)
         self._b, self._directions = _eigh(curvature.B, "B", curvature.n)
 
     def posterior(self, prior_var: float | Tensor) -> Posterior:
-        """The posterior under a prior variance, float64; differentiable in it."""
+        """Compute the posterior for a prior variance, in float64; differentiable in `prior_var`."""
         var0 = torch.as_tensor(prior_var, dtype=torch.float64)
         if not 0 < (value := var0.detach().item()) < float("inf"):
             raise InputError(f"`prior_var` must be a positive number, but got {value}")
@@ -175,18 +177,19 @@ class CurvatureEigen:
         root, failed = torch.linalg.cholesky_ex((covariance + covariance.T) / 2)
         if failed.item():
             raise InputError(
-                f"curvature factor B is {float(self._b[-1]):.3g}, too much beside a prior variance of {value:.3g}: "
-                f"the posterior covariance is singular"
+                f"curvature factor B has an eigenvalue of {float(self._b[-1]):.3g}, too large for a prior variance of "
+                f"{value:.3g}: the posterior covariance is singular"
             )
-        offset = 1 / (sqrt(self.n) + prior) if self._apart else torch.zeros_like(var0)
+        offset = 1 / (sqrt(self.n) + prior) if self._separate_bias else torch.zeros_like(var0)
         return Posterior(self.mode, self._basis, inverse, offset, root)
 
 
 def _eigh(factor: Tensor, name: str, n: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and -vectors of a sum of outer products over n samples, in float64.
+    """Compute eigenvalues and eigenvectors of a sum of outer products over n samples, in float64.
 
-    Sums made in float32, or of a net that is certain of everything, may have slightly negative eigenvalues: within
-    rounding they are zeros. Below that the matrix is not what it should be, and any answer from it would be wrong.
+    Sums in float32, and sums of a net that is certain of every prediction, may have slightly negative eigenvalues.
+    Within rounding errors these count as zeros. If they are more negative, the matrix is not a sum of outer products,
+    and every result from it would be wrong.
     """
     values, vectors = torch.linalg.eigh(factor.double())
     if float(values[0]) < -1e-5 * float(values[-1].abs()) - 1e-6 * n:
@@ -194,4 +197,4 @@ def _eigh(factor: Tensor, name: str, n: int) -> tuple[Tensor, Tensor]:
             f"curvature factor {name} must be positive semi-definite, "
             f"but has eigenvalues from {float(values[0]):.3g} to {float(values[-1]):.3g}"
         )
-    return values.clamp(min=0), align(vectors)  # LAPACK's are column-major
+    return values.clamp(min=0), align(vectors)  # LAPACK returns them column-major

@@ -4,7 +4,7 @@ The plain route draws every logit, n x S x c exponentials, chunk by chunk.
 
 The fast route is for covariances that are a scalar s(x) times one matrix, where z^(l) = z + t h^(l) with t = sqrt(s(x))
 and shifts h shared by all samples. There exp(z^(l)) factors into exp(z) exp(t h^(l)); samples are sorted by t and cut
-into blocks, and within a block exp(t h) is interpolated between its values at J Chebyshev nodes t_j. The normalisers of
+into blocks, and within a block exp(t h) is interpolated between its values at J Chebyshev nodes t_j. The normalizers of
 all samples and draws are then matrix products:
 
     Z = sum_j w_j(t) exp(z) exp(t_j h)^T          n x S, instead of n x S x c exponentials
@@ -24,39 +24,39 @@ from torch import Tensor
 
 from exitwise.calibration.laplace import Posterior
 
-_CHUNK = 1 << 21  # numbers held at once by a step of either route
-_BLOCKS = 48  # blocks aimed at: their width is what matters, not how many samples they hold
-_SMALLEST_BLOCK = 64
+_CHUNK = 1 << 21  # numbers in memory at once in a step of either route
+_BLOCKS = 48  # desired number of blocks: the error depends on their width in t, not on their number of samples
+_MIN_BLOCK_SIZE = 64
 _NODES = 4  # Chebyshev nodes per block
-_REACH = 30.0  # the largest |t h / T| for which float32 holds every ratio of exponentials, e^60, with room to spare
-_TOLERANCE = 1e-6  # of a probability, relative: no more than float32 rounds off
+_MAX_EXPONENT = 30.0  # largest |t h / T|: float32 can represent every ratio of exponentials, up to e^60, with a margin
+_TOLERANCE = 1e-6  # relative error of a probability: at most the rounding errors of float32
 
 
 def sample_logits(logits: Tensor, scale: Tensor, posterior: Posterior, draws: Tensor) -> Tensor:
-    """All draws (m, S, c) from logits (m, c), the posterior's scale (m,) or (m, c), and standard normals (S, c)."""
+    """Sample logits (m, S, c) from logits (m, c), the posterior's scale (m,) or (m, c), and standard normals (S, c)."""
     root = posterior.root.to(logits.dtype)
     if posterior.mode == "exact":
         return logits[:, None] + torch.matmul(scale.sqrt()[:, None] * draws, root.T)
-    if posterior.mode == "naive":  # as costly as it is named: a factorisation per sample
+    if posterior.mode == "naive":  # deliberately naive: a factorization per sample
         covariance = scale[:, None, None].double() * (posterior.root @ posterior.root.T).double()
         return logits[:, None] + torch.matmul(draws, torch.linalg.cholesky(covariance).to(logits.dtype).mT)
     return logits[:, None] + scale.sqrt()[:, None, None] * (draws @ root.T)
 
 
 def log_mean_softmax(sampled: Tensor, temperature: float | Tensor) -> Tensor:
-    """(m, c) from sampled logits (m, S, c): log of the mean over draws of softmax(z / T)."""
+    """Compute the log of the mean over draws of softmax(z / T) (m, c), from sampled logits (m, S, c)."""
     return (sampled / temperature).log_softmax(dim=2).logsumexp(dim=1) - log(sampled.shape[1])
 
 
 def log_true_softmax(sampled: Tensor, labels: Tensor, temperature: float | Tensor) -> Tensor:
-    """(m,) the same for the true label alone."""
+    """Compute the log of the mean probability of the true label (m,), from sampled logits (m, S, c)."""
     z = sampled / temperature
     true = z.gather(2, labels[:, None, None].expand(-1, z.shape[1], 1)).squeeze(2)
     return (true - z.logsumexp(dim=2)).logsumexp(dim=1) - log(sampled.shape[1])
 
 
 def chunk_slices(n: int, numbers_per_sample: int) -> Iterator[slice]:
-    """Slices of n samples, so that no step holds more than about `_CHUNK` numbers."""
+    """Yield slices of n samples, so that no step needs more than about `_CHUNK` numbers."""
     size = max(1, _CHUNK // max(numbers_per_sample, 1))
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
@@ -66,25 +66,25 @@ class _SortedBlocks:
 
     def __init__(self, t: Tensor) -> None:
         self.samples = len(t)
-        self.size = min(self.samples, max(_SMALLEST_BLOCK, -(-self.samples // _BLOCKS)))
+        self.size = min(self.samples, max(_MIN_BLOCK_SIZE, -(-self.samples // _BLOCKS)))
         self.count = -(-self.samples // self.size)
         self._order = t.detach().argsort()
-        # The last block is filled up with copies of the last sample, whose results are dropped again.
+        # The last block is padded with copies of the last sample; `join` drops their results.
         padding = self._order[-1:].expand(self.count * self.size - self.samples)
         self._index = torch.cat([self._order, padding])
 
     def cut(self, values: Tensor) -> Tensor:
-        """(n, ...) in the caller's order to (blocks, size, ...)."""
+        """Reorder values (n, ...) from the caller's order to (blocks, size, ...)."""
         return values[self._index].view(self.count, self.size, *values.shape[1:])
 
     def join(self, values: Tensor) -> Tensor:
-        """(blocks * size, ...) to (n, ...) in the caller's order."""
+        """Reorder values (blocks * size, ...) to (n, ...) in the caller's order."""
         return values[: self.samples][self._order.argsort()]
 
 
 @dataclass(frozen=True)
 class _ChebyshevNodes:
-    """Where exp(t h) is evaluated in each of b blocks of m samples, and how each sample weighs the values."""
+    """Values of t at which exp(t h) is evaluated in b blocks of m samples, and each sample's weights of them."""
 
     at: Tensor  # (b, J)
     weights: Tensor  # (b, m, J)
@@ -92,28 +92,30 @@ class _ChebyshevNodes:
 
     @classmethod
     def between(cls, t: Tensor) -> "_ChebyshevNodes":
-        """Chebyshev's nodes for blocks t (b, m)."""
+        """Return J Chebyshev nodes for every block of t (b, m)."""
         low, high = t.detach().amin(dim=1), t.detach().amax(dim=1)
-        centre, half = (low + high) / 2, ((high - low) / 2).clamp(min=1e-6)
-        u = (t - centre[:, None]) / half[:, None]  # in [-1, 1]
+        center, half = (low + high) / 2, ((high - low) / 2).clamp(min=1e-6)
+        u = (t - center[:, None]) / half[:, None]  # in [-1, 1]
         nodes = torch.cos((torch.arange(_NODES, dtype=torch.float64) + 0.5) * pi / _NODES)
         powers = torch.arange(_NODES)
-        lagrange = torch.linalg.inv(nodes[:, None] ** powers).to(t)  # column j: the polynomial that is 1 at node j only
-        return cls(centre[:, None] + half[:, None] * nodes.to(t), (u[..., None] ** powers) @ lagrange, half)
+        lagrange = torch.linalg.inv(nodes[:, None] ** powers).to(
+            t
+        )  # column j: the polynomial that is 1 at node j and 0 at the others
+        return cls(center[:, None] + half[:, None] * nodes.to(t), (u[..., None] ** powers) @ lagrange, half)
 
     @classmethod
     def exactly(cls, t: Tensor) -> "_ChebyshevNodes":
-        """Every sample of t (n,) a block of its own with its own t as the node."""
+        """Return one block per sample of t (n,), with t as its only node: no interpolation."""
         return cls(t[:, None], torch.ones_like(t)[:, None, None], torch.zeros_like(t))
 
     def __getitem__(self, blocks: slice) -> "_ChebyshevNodes":
         return _ChebyshevNodes(self.at[blocks], self.weights[blocks], self.half_width[blocks])
 
     def interpolable_run(self, largest_shift: float, tolerance: float) -> slice:
-        """The longest run of blocks that may be interpolated: sorted by t, the wide ones are at the ends."""
+        """Return the longest run of blocks within the tolerance; sorted by t, the wide blocks are at the ends."""
         a = self.half_width * largest_shift
         error = a**_NODES / (2 ** (_NODES - 1) * factorial(_NODES)) * a.exp()
-        fits = (error <= tolerance) & (self.at.amax(dim=1) * largest_shift <= _REACH)
+        fits = (error <= tolerance) & (self.at.amax(dim=1) * largest_shift <= _MAX_EXPONENT)
         best, start = slice(0, 0), 0
         for block, fit in enumerate([*fits.tolist(), False]):
             if not fit:
@@ -123,33 +125,40 @@ class _ChebyshevNodes:
         return best
 
     def exponentials(self, shifts: Tensor, temperature: float | Tensor) -> Tensor:
-        """exp(t_j h / T) (b, J, S, c)."""
+        """Compute exp(t_j h / T) (b, J, S, c) at the nodes."""
         return (self.at[:, :, None, None] * (shifts / temperature)).exp()
 
-    def normalisers(self, exp_logits: Tensor, exp_shifts: Tensor) -> Tensor:
-        """Z (b, m, S) from exp(z / T) (b, m, c) and the exponentials at the nodes."""
+    def normalizers(self, exp_logits: Tensor, exp_shifts: Tensor) -> Tensor:
+        """Interpolate Z (b, m, S) from exp(z / T) (b, m, c) and the exponentials at the nodes (b, J, S, c)."""
         at_nodes = torch.bmm(exp_logits, exp_shifts.flatten(1, 2).mT).reshape(
             *exp_logits.shape[:2], *exp_shifts.shape[1:3]
         )
         return torch.sum(at_nodes * self.weights[..., None], dim=2)
 
 
-def _parts(blocks: int, run: slice) -> list[tuple[slice, bool]]:
-    """The blocks before, in and after a run, where there are any, and whether it is the run."""
-    parts = [(slice(0, run.start), False), (run, True), (slice(run.stop, blocks), False)]
+def _split_at_run(num_blocks: int, run: slice) -> list[tuple[slice, bool]]:
+    """Split blocks into those before, in and after a run; return the non-empty parts and whether they are the run."""
+    parts = [(slice(0, run.start), False), (run, True), (slice(run.stop, num_blocks), False)]
     return [(part, inside) for part, inside in parts if part.start < part.stop]
 
 
 def grid_log_true(
     logits: Tensor, labels: Tensor, t: Tensor, shifts: Tensor, temperatures: Tensor, tolerance: float = _TOLERANCE
 ) -> Tensor:
-    """log p(true label) at every point of a grid: (T, V, n), differentiable.
+    """Compute log p(true label) (T, V, n) at every point of a grid, differentiable.
 
-    logits (n, c), labels (n,), temperatures (T,) and, for each of V prior variances, t = sqrt(s(x)) (V, n) and the
-    shifts (V, S, c). Only the normalisers are interpolated; the true label's own exponentials are computed.
+    Only the normalizers are interpolated; the exponentials of the true label are computed exactly.
+
+    Args:
+        logits: Logits (n, c).
+        labels: True labels (n,).
+        t: sqrt(s(x)) (V, n) for each of V prior variances.
+        shifts: Shifts (V, S, c) for each of V prior variances.
+        temperatures: Temperatures (T,).
+        tolerance: Largest relative error of the interpolation.
     """
     draws, classes = shifts.shape[1:]
-    blocks = _SortedBlocks(t[len(t) // 2])  # one order serves all: the prior variance hardly changes it
+    blocks = _SortedBlocks(t[len(t) // 2])  # one order for all prior variances, which hardly change it
     z_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True))
     labels_all, t_all = blocks.cut(labels), [blocks.cut(row) for row in t]
     largest = [float(row.detach().abs().max()) for row in shifts]
@@ -169,8 +178,8 @@ def grid_log_true(
                 ratios = [
                     _true_ratios(exp_z[part], true_shifts[v][part], nodes[v][part], h, temperature).flatten()
                     if inside
-                    else _true_ratios_each(z[part], y[part], t_rows[v][part], h, temperature, largest[v])
-                    for part, inside in _parts(len(z), run)
+                    else _uninterpolated_true_ratios(z[part], y[part], t_rows[v][part], h, temperature, largest[v])
+                    for part, inside in _split_at_run(len(z), run)
                 ]
                 points.append(z_true.flatten() / temperature + torch.cat(ratios))
         groups.append(torch.stack(points))
@@ -181,20 +190,20 @@ def grid_log_true(
 def _true_ratios(
     exp_z: Tensor, true_shifts: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor
 ) -> Tensor:
-    """log (1/S) sum_l exp(t h_y / T) / Z_l (b, m): what the draws change in log p(true label)."""
-    normalisers = nodes.normalisers(exp_z, nodes.exponentials(shifts, temperature))
-    return ((true_shifts / temperature).exp() / normalisers).mean(dim=2).log()
+    """Compute log (1/S) sum_l exp(t h_y / T) / Z_l (b, m): the contribution of the draws to log p(true label)."""
+    normalizers = nodes.normalizers(exp_z, nodes.exponentials(shifts, temperature))
+    return ((true_shifts / temperature).exp() / normalizers).mean(dim=2).log()
 
 
-def _true_ratios_each(
+def _uninterpolated_true_ratios(
     z: Tensor, labels: Tensor, t: Tensor, shifts: Tensor, temperature: float | Tensor, largest: float
 ) -> Tensor:
-    """The same for whole blocks, flattened, without interpolation."""
+    """Compute `_true_ratios` (b * m,) of whole blocks without interpolation."""
     z, labels, t = z.flatten(0, 1), labels.flatten(), t.flatten()
     rows = []
     for part in chunk_slices(len(z), shifts.numel()):
         z_part, t_part, y = z[part], t[part], labels[part]
-        if float(t_part.detach().max()) * largest / float(torch.as_tensor(temperature).detach()) <= _REACH:
+        if float(t_part.detach().max()) * largest / float(torch.as_tensor(temperature).detach()) <= _MAX_EXPONENT:
             true_shifts = (t_part[:, None] * shifts.T[y])[:, None]
             exp_z = (z_part / temperature).exp()[:, None]
             rows.append(
@@ -202,25 +211,27 @@ def _true_ratios_each(
             )
         else:
             sampled = z_part[:, None] + t_part[:, None, None] * shifts
-            own = z_part.gather(1, y[:, None]).squeeze(1) / temperature
-            rows.append(log_true_softmax(sampled, y, temperature) - own)
+            z_true = z_part.gather(1, y[:, None]).squeeze(1) / temperature
+            rows.append(log_true_softmax(sampled, y, temperature) - z_true)
     return torch.cat(rows)
 
 
 def interpolated_log_mean_softmax(
     logits: Tensor, t: Tensor, shifts: Tensor, temperature: float | Tensor, tolerance: float = _TOLERANCE
 ) -> Tensor:
-    """log of the mean softmax (n, c), differentiable: logits (n, c), t = sqrt(s(x)) (n,), shifts (S, c)."""
+    """Compute the log of the mean softmax (n, c) from logits (n, c), t = sqrt(s(x)) (n,) and shifts (S, c).
+
+    It is interpolated within `tolerance`, and differentiable.
+    """
     draws, classes = shifts.shape
     blocks = _SortedBlocks(t)
     z_all, t_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True)), blocks.cut(t)
     nodes = _ChebyshevNodes.between(t_all)
     largest = float(shifts.detach().abs().max()) / float(torch.as_tensor(temperature).detach())
-    run = nodes.interpolable_run(
-        largest, tolerance / 2
-    )  # interpolated twice: in the normalisers, and in the sum over draws
+    # Half the tolerance, because exponentials are interpolated twice: in the normalizers, and in the sum over draws.
+    run = nodes.interpolable_run(largest, tolerance / 2)
     rows = []
-    for part, inside in _parts(blocks.count, run):
+    for part, inside in _split_at_run(blocks.count, run):
         z, t_part = z_all[part], t_all[part]
         if inside:
             for group in chunk_slices(len(z), _NODES * (draws + blocks.size) * (classes + draws)):
@@ -228,7 +239,7 @@ def interpolated_log_mean_softmax(
             continue
         z, t_part = z.flatten(0, 1), t_part.flatten()
         for group in chunk_slices(len(z), shifts.numel()):
-            if float(t_part[group].detach().max()) * largest <= _REACH:
+            if float(t_part[group].detach().max()) * largest <= _MAX_EXPONENT:
                 rows.append(_log_probs(z[group, None], _ChebyshevNodes.exactly(t_part[group]), shifts, temperature))
             else:
                 rows.append(log_mean_softmax(z[group, None] + t_part[group, None, None] * shifts, temperature))
@@ -236,9 +247,9 @@ def interpolated_log_mean_softmax(
 
 
 def _log_probs(z: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
-    """Log-probabilities (b * m, c) of blocks of logits (b, m, c)."""
+    """Compute log-probabilities (b * m, c) of blocks of logits (b, m, c)."""
     z = z / temperature
     exp_shifts = nodes.exponentials(shifts, temperature)
-    inverse = 1 / nodes.normalisers(z.exp(), exp_shifts)
+    inverse = 1 / nodes.normalizers(z.exp(), exp_shifts)
     weighted = (inverse[:, :, None, :] * nodes.weights[..., None]).flatten(2)  # (b, m, J S)
     return (z + torch.bmm(weighted, exp_shifts.flatten(1, 2)).log() - log(len(shifts))).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""MACs that each calibration method adds to the net: the formulas of the paper's cost figure."""
+"""MACs that each calibration method adds to the net, by the formulas of the paper's cost figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,52 +8,52 @@ from exitwise.models.macs import cumulative_parameters, macs
 from exitwise.models.net import MultiExitNet
 
 
-def laplace_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> int:
-    """The Laplace predictive of one exit on top of the plain one: s(x), then `samples` scaled shifts of the logits."""
-    return 2 * classes * samples + (features + 1) * (features + 2)
+def laplace_macs(features: int, classes: int, num_draws: int = DEFAULT_DRAWS) -> int:
+    """MACs that the Laplace predictive adds to one exit: s(x), then `num_draws` scaled shifts of the logits."""
+    return 2 * classes * num_draws + (features + 1) * (features + 2)
 
 
-def naive_laplace_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> float:
-    """The same with a Cholesky factor of every sample's c x c covariance and the bias kept apart."""
+def naive_laplace_macs(features: int, classes: int, num_draws: int = DEFAULT_DRAWS) -> float:
+    """MACs that the naive Laplace predictive adds to one exit: a Cholesky factor per sample, and a separate bias."""
     c, p = classes, features
-    return c**3 / 3 + c**2 * (samples + 1) + c**2 + c * samples + p * (p + 1)
+    return c**3 / 3 + c**2 * (num_draws + 1) + c**2 + c * num_draws + p * (p + 1)
 
 
 def ensemble_macs(classes: int) -> int:
-    """Model-internal ensembling at one exit after the first: weigh, add, normalise."""
+    """MACs of model-internal ensembling at one exit after the first: weight, add, normalize."""
     return 3 * classes
 
 
-def mc_dropout_macs(features: int, classes: int, samples: int = DEFAULT_DRAWS) -> int:
-    """Last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
-    return samples * (features + 1) * classes
+def mc_dropout_macs(features: int, classes: int, num_draws: int = DEFAULT_DRAWS) -> int:
+    """MACs of last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
+    return num_draws * (features + 1) * classes
 
 
 @dataclass(frozen=True)
 class ExitCost:
-    """Cumulative MACs at one exit under each way of predicting, summed over the exits passed."""
+    """Cumulative MACs of one exit for each method, with the overhead of all exits up to it."""
 
     exit: int
     parameters: int
     vanilla: int
     laplace: float
     naive_laplace: float
-    ensemble: float  # model-internal ensembling alone
+    ensemble: float  # only model-internal ensembling
     ours: float  # Laplace and ensembling together
     mc_dropout: float
 
 
-def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = DEFAULT_DRAWS) -> list[ExitCost]:
-    """Cost of every exit: each method pays its overhead at every exit on the way."""
+def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int = DEFAULT_DRAWS) -> list[ExitCost]:
+    """Compute the cost of every exit; each method adds its overhead at that exit and at all exits before it."""
     c = net.num_classes
     rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
     counts = zip(macs(net, input_shape), cumulative_parameters(net), net.exits, strict=True)
     for k, (vanilla, params, head) in enumerate(counts):
         p = head.last.in_features
-        laplace += laplace_macs(p, c, samples)
-        naive += naive_laplace_macs(p, c, samples)
+        laplace += laplace_macs(p, c, num_draws)
+        naive += naive_laplace_macs(p, c, num_draws)
         ensemble += ensemble_macs(c) if k else 0
-        dropout += mc_dropout_macs(p, c, samples)
+        dropout += mc_dropout_macs(p, c, num_draws)
         rows.append(
             ExitCost(
                 exit=k,
@@ -70,16 +70,17 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], samples: int = D
 
 
 def paper_figure_costs(
-    vanilla: Sequence[float], features: Sequence[int], classes: int, samples: int = DEFAULT_DRAWS
+    vanilla: Sequence[float], features: Sequence[int], classes: int, num_draws: int = DEFAULT_DRAWS
 ) -> dict[str, list[float]]:
-    """The bars of the paper's cost figure, as the figure computes them.
+    """Compute the bars (K,) of the paper's cost figure from vanilla costs (K,) and numbers of features (K,).
 
-    The figure multiplies the current exit's overhead by the number of exits passed, where `cost_table` sums each
-    exit's own, and starts from the printed, rounded vanilla costs. The two differ where feature widths differ.
+    The figure multiplies the overhead of the current exit by the number of exits so far, and starts from the rounded
+    vanilla costs in print. `cost_table` sums the overheads of all exits so far instead, so the two differ where exits
+    have different numbers of features.
     """
-    passed = list(enumerate(zip(vanilla, features, strict=True), start=1))
+    exits = list(enumerate(zip(vanilla, features, strict=True), start=1))
     return {
-        "vanilla": [cost for _, (cost, _) in passed],
-        "efficient": [cost + k * laplace_macs(p, classes, samples) for k, (cost, p) in passed],
-        "naive": [cost + k * naive_laplace_macs(p, classes, samples) for k, (cost, p) in passed],
+        "vanilla": [cost for _, (cost, _) in exits],
+        "efficient": [cost + k * laplace_macs(p, classes, num_draws) for k, (cost, p) in exits],
+        "naive": [cost + k * naive_laplace_macs(p, classes, num_draws) for k, (cost, p) in exits],
     }
