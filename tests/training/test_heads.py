@@ -1,4 +1,4 @@
-"""Heads learn alone: nothing else moves, features are made once, and what comes out is a run like any other."""
+"""Head training changes nothing but the heads, computes features once, and produces an ordinary run."""
 
 import copy
 import csv
@@ -38,11 +38,11 @@ State = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """New heads are the same in every run."""
+    """Make the weights of new heads the same in every run."""
     torch.manual_seed(0)
 
 
-def digits() -> data.Splits[data.Pictures]:
+def digits() -> data.Splits[data.ImageDataset]:
     train, test = data.load("digits")
     return data.HoldOut.random(train, 297, 0, 500).apply(train, test)
 
@@ -57,7 +57,7 @@ def pooled(width: int, *layers: nn.Module) -> nn.Sequential:
 
 
 def cnn() -> ew.MultiExitNet:
-    """One trunk for pictures of 8 x 8, and on the way three kinds of heads."""
+    """Return a net for images of 8 x 8 with three kinds of early heads."""
     stages = [nn.Sequential(block(1, 32, 1), block(32, 32, 1)), block(32, 32, 2), block(32, 32, 1), block(32, 64, 2)]
     heads = [
         ew.Head(pooled(32, nn.Linear(32, 64), nn.ReLU()), nn.Linear(64, 10)),
@@ -70,7 +70,7 @@ def cnn() -> ew.MultiExitNet:
 
 @pytest.fixture(scope="module")
 def trunk() -> State:
-    """Weights of the net whose last exit alone was trained, as of a plain net that somebody trained."""
+    """Weights of the net of which only the stages and the last exit are trained, like an original module's."""
     torch.manual_seed(0)
     net = cnn().train()
     train = digits().train
@@ -85,9 +85,9 @@ def trunk() -> State:
 
 @pytest.fixture
 def net(trunk: State) -> ew.MultiExitNet:
-    made = cnn()
-    made.load_state_dict(trunk)
-    return made.eval()
+    net = cnn()
+    net.load_state_dict(trunk)
+    return net.eval()
 
 
 def snapshot(net: nn.Module) -> State:
@@ -95,28 +95,28 @@ def snapshot(net: nn.Module) -> State:
 
 
 def changed(before: State, after: State) -> set[str]:
-    """Which of "stages" and "heads.K" are not what they were, bit for bit."""
+    """Return which of "stages" and "heads.K" differ in any bit."""
     assert before.keys() == after.keys()
     differ = [name for name in before if not torch.equal(before[name], after[name])]
     return {"stages" if name.startswith("stages") else ".".join(name.split(".")[:2]) for name in differ}
 
 
-def top1(net: ew.MultiExitNet, pictures: Any) -> list[float]:
-    images, labels, _ = next(iter(data.Batches(pictures, len(pictures))))
+def top1(net: ew.MultiExitNet, dataset: Any) -> list[float]:
+    images, labels, _ = next(iter(data.Batches(dataset, len(dataset))))
     with torch.no_grad():
         return [(logits.argmax(1) == labels).double().mean().item() for logits in net.eval()(images)]
 
 
 def vectors(n: int = 120, seed: int = 0) -> TensorDataset:
-    """Six numbers each, which say something of four classes."""
+    """Return vectors (n, 6) in four overlapping clusters, one per class."""
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (n,), generator=rng)
-    centres = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(9))
-    return TensorDataset(centres[labels] + torch.randn(n, 6, generator=rng), labels)
+    centers = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(9))
+    return TensorDataset(centers[labels] + torch.randn(n, 6, generator=rng), labels)
 
 
 class Passes:
-    """How many samples went through a module."""
+    """Counter of the samples that went through a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.samples = 0
@@ -134,12 +134,12 @@ def test_new_heads_on_a_trained_trunk_are_good_and_nothing_else_moves(net: ew.Mu
     before, untrained = snapshot(net), top1(net, splits.test)
     history = ew.train_heads(net, splits.train, splits.val)
     assert changed(before, net.state_dict()) == {"heads.0", "heads.1", "heads.2"}
-    found = top1(net, splits.test)
+    trained = top1(net, splits.test)
     assert max(untrained[:3]) < 0.3
-    assert found[0] > 0.8
-    assert min(found[1:3]) > 0.88
-    assert found[3] == untrained[3] > 0.95
-    # Each head is that of its own best epoch.
+    assert trained[0] > 0.8
+    assert min(trained[1:3]) > 0.88
+    assert trained[3] == untrained[3] > 0.95
+    # Each head has the weights of its own best epoch.
     assert history.top1 == pytest.approx(top1(net, splits.val))
     for k, epoch in enumerate(history.kept[:3]):
         values = [row.val_top1[k] for row in history.epochs]
@@ -161,23 +161,30 @@ def test_modes_gradients_and_random_numbers_are_left_alone(cache: bool) -> None:
     before, state = snapshot(net), torch.get_rng_state()
     splits = digits()
     ew.train_heads(net, splits.train[torch.arange(100)], splits.val, epochs=1, cache=cache)
-    assert changed(before, net.state_dict()) == {"heads.0", "heads.1"}  # what was frozen before learns, too
+    assert changed(before, net.state_dict()) == {
+        "heads.0",
+        "heads.1",
+    }  # parameters that were frozen before are trained, too
     assert not torch.equal(before["heads.1.last.weight"], net.exits[1].last.weight)
-    assert net.exits[0].neck[0][1].num_batches_tracked == 1  # BatchNorm of a head that learns
+    assert net.exits[0].neck[0][1].num_batches_tracked == 1  # BatchNorm of a head that is trained
     assert [module.training for module in net.modules()] == modes
     assert [parameter.requires_grad for parameter in net.parameters()] == wanted
     assert all(parameter.grad is None for parameter in net.parameters())
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_last_head_learns_when_told_to() -> None:
+def test_the_last_head_is_trained_on_request() -> None:
     net = small_net()
     before = snapshot(net)
-    history = ew.train_heads(net, vectors(), vectors(40, 1), last=True, epochs=3)
+    history = ew.train_heads(net, vectors(), vectors(40, 1), train_last=True, epochs=3)
     assert changed(before, net.state_dict()) == {"heads.0", "heads.1", "heads.2"}
     assert all(epoch > 0 for epoch in history.kept)
-    one = ew.MultiExitNet(net.stages[:1], net.exits[:1])
-    assert len(ew.train_heads(one, vectors(), vectors(40, 1), last=True, epochs=1).kept) == 1
+    former = small_net()
+    former.load_state_dict(before)
+    ew.train_heads(former, vectors(), vectors(40, 1), last=True, epochs=3)
+    assert changed(net.state_dict(), former.state_dict()) == set()
+    one_exit = ew.MultiExitNet(net.stages[:1], net.exits[:1])
+    assert len(ew.train_heads(one_exit, vectors(), vectors(40, 1), train_last=True, epochs=1).kept) == 1
 
 
 def test_a_seed_decides_everything() -> None:
@@ -201,7 +208,7 @@ def test_a_seed_decides_everything() -> None:
 
 
 def plain_loop(net: ew.MultiExitNet, train: TensorDataset, recipe: HeadRecipe) -> None:
-    """AdamW on the first two heads' losses through the whole net, written out; heads read what stages give."""
+    """Train the first two heads with AdamW through the whole net, without standardized features."""
     inputs, labels = train.tensors
     parameters = [p for head in net.exits[:2] for p in head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -231,7 +238,7 @@ def plain_loop(net: ew.MultiExitNet, train: TensorDataset, recipe: HeadRecipe) -
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("distill", [0.0, 0.3])
 def test_it_is_adamw_on_each_heads_own_loss(cache: bool, distill: float) -> None:
-    """With a BatchNorm first, features are read as they are."""
+    """Heads that begin with a BatchNorm are not standardized, so a simple loop gives the same weights."""
     torch.manual_seed(1)
     stages = [nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU()) for width in (6, 8, 8)]
     heads = [ew.Head(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4)) for _ in stages]
@@ -247,26 +254,26 @@ def test_it_is_adamw_on_each_heads_own_loss(cache: bool, distill: float) -> None
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_features_of_any_scale_are_learned_alike(bias: bool, scale: float) -> None:
-    said = []
-    for each in (1.0, scale):
+    logits = []
+    for factor in (1.0, scale):
         torch.manual_seed(2)
         net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [_head(nn.Linear(8, 4, bias=bias)) for _ in range(2)])
         with torch.no_grad():
-            net.stages[0].weight.mul_(each)
-            net.stages[0].bias.mul_(each)
+            net.stages[0].weight.mul_(factor)
+            net.stages[0].bias.mul_(factor)
         ew.train_heads(net, vectors(), vectors(40, 1), epochs=5)
-        said.append(net(vectors().tensors[0])[0])
-    torch.testing.assert_close(said[0], said[1], rtol=1e-3, atol=1e-3)
+        logits.append(net(vectors().tensors[0])[0])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_trained_head_goes_on_from_what_it_is(bias: bool) -> None:
+def test_a_trained_head_starts_from_its_weights(bias: bool) -> None:
     net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [_head(nn.Linear(8, 4, bias=bias)) for _ in range(2)])
     ew.train_heads(net, vectors(), vectors(40, 1), lr=0.05, batch_size=20)
     before = net(vectors().tensors[0])[0]
     ew.train_heads(net, vectors(), vectors(40, 1), lr=0.0, epochs=1)
     torch.testing.assert_close(net(vectors().tensors[0])[0], before, rtol=1e-4, atol=1e-4)
-    for scale in (200, 1e-3):  # so sure of itself that its loss is larger than a guess's, or not sure of anything
+    for scale in (200, 1e-3):  # so overconfident that the loss exceeds that of a guess, or hardly confident at all
         scaled = copy.deepcopy(net)
         with torch.no_grad():
             for parameter in scaled.exits[0].parameters():
@@ -277,7 +284,7 @@ def test_a_trained_head_goes_on_from_what_it_is(bias: bool) -> None:
 
 @pytest.mark.parametrize("hidden", [0, 16])
 def test_where_there_is_nothing_to_learn_weights_do_not_grow_from_training_to_training(hidden: int) -> None:
-    """Each begins anew where the one before learned no more than a guess."""
+    """A training resets a head that is no better than a guess."""
     rng = torch.Generator().manual_seed(0)
     noise = [TensorDataset(torch.randn(n, 6, generator=rng), torch.randint(4, (n,), generator=rng)) for n in (999, 99)]
     neck = nn.Sequential(nn.Linear(8, hidden), nn.ReLU()) if hidden else nn.Identity()
@@ -288,10 +295,10 @@ def test_where_there_is_nothing_to_learn_weights_do_not_grow_from_training_to_tr
         head.last.weight.mul_(200)
     for _ in range(3):
         history = ew.train_heads(net, *noise, epochs=2)
-        assert history.epochs[0].train_loss < 2  # of a guess: 1.39
+        assert history.epochs[0].train_loss < 2  # a guess has 1.39
 
 
-def test_a_layer_that_only_looks_linear_learns_as_it_is() -> None:
+def test_a_subclass_of_linear_is_trained_without_standardization() -> None:
     class Cosine(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 5 * nn.functional.linear(nn.functional.normalize(x), nn.functional.normalize(self.weight))
@@ -345,7 +352,7 @@ def test_distilled_heads_agree_more_with_the_last_exit_and_need_no_labels(net: e
         ew.train_heads(net, train, splits.val, epochs=8, distill=distill)
         with torch.no_grad():
             *early, last = (logits.log_softmax(1) for logits in net(images))
-        gaps = [nn.functional.kl_div(each, last, log_target=True, reduction="batchmean").item() for each in early]
+        gaps = [nn.functional.kl_div(x, last, log_target=True, reduction="batchmean").item() for x in early]
         return snapshot(net), sum(gaps)
 
     (plain, far), (_, nearer), (taught, near) = (trained(splits.train, distill) for distill in (0.0, 0.5, 1.0))
@@ -354,11 +361,11 @@ def test_distilled_heads_agree_more_with_the_last_exit_and_need_no_labels(net: e
     assert changed(trained(mixed, 1.0)[0], taught) == set()
 
 
-# -- features that are kept
+# -- cached features
 
 
 @pytest.mark.parametrize("kind", ["cnn", "msdnet", "vectors"])
-def test_kept_features_give_the_same_heads_as_running_the_backbone(kind: str, net: ew.MultiExitNet) -> None:
+def test_cached_features_give_the_same_heads_as_running_the_backbone(kind: str, net: ew.MultiExitNet) -> None:
     train: Any
     if kind == "vectors":
         net, train, val = small_net(), vectors(), vectors(40, 1)
@@ -371,7 +378,7 @@ def test_kept_features_give_the_same_heads_as_running_the_backbone(kind: str, ne
         net.load_state_dict(first)
         history = ew.train_heads(net, train, val, epochs=3, cache=cache, distill=0.2)
         results.append((snapshot(net), history))
-    for name, value in results[0][0].items():  # equal to the last bit, here
+    for name, value in results[0][0].items():  # on this machine even bitwise equal
         torch.testing.assert_close(results[1][0][name], value, rtol=1e-4, atol=1e-5)
     assert results[0][1].kept == results[1][1].kept
 
@@ -381,7 +388,7 @@ def test_the_backbone_runs_once_over_every_sample(net: ew.MultiExitNet) -> None:
     first, last = Passes(net.stages[0]), Passes(net.stages[3])
     ew.train_heads(net, splits.train, splits.val, epochs=5)
     assert first.samples == 1000 + 297
-    assert last.samples == 297  # nobody needs it on train
+    assert last.samples == 297  # not needed on train
     first.samples = last.samples = 0
     ew.train_heads(net, splits.train, splits.val, epochs=5, distill=0.5)
     assert first.samples == last.samples == 1000 + 297
@@ -390,17 +397,17 @@ def test_the_backbone_runs_once_over_every_sample(net: ew.MultiExitNet) -> None:
     assert first.samples > 5 * (960 + 297)
 
 
-def test_what_does_not_fit_is_not_kept(
+def test_features_that_do_not_fit_are_not_cached(
     net: ew.MultiExitNet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     splits = digits()
     passes = Passes(net.stages[0])
-    # 32 + 32 + 32 floats and a label of every sample, and ten logits of the last exit for validation
+    # 32 + 32 + 32 floats and a label per sample, and ten logits of the last exit per validation sample
     size = (1000 + 297) * (3 * 32 * 4 + 8) + 297 * 10 * 4
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(frozen_features, "CACHE_BYTES", size)
     ew.train_heads(net, splits.train, splits.val, epochs=2)
-    assert f"features take {size / 2**20:.1f} MB and are kept: the backbone runs once" in caplog.text
+    assert f"features take {size / 2**20:.1f} MB and are cached: the backbone runs once" in caplog.text
     assert passes.samples == 1297
     monkeypatch.setattr(frozen_features, "CACHE_BYTES", size - 1)
     ew.train_heads(net, splits.train, splits.val, epochs=2)
@@ -413,7 +420,7 @@ def test_what_does_not_fit_is_not_kept(
 
 
 class Noisy(nn.Module):
-    """Random in training, without torch's own Dropout."""
+    """Random noise in training mode, without nn.Dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x) if self.training else x
@@ -453,7 +460,7 @@ def test_a_head_is_cut_before_the_first_part_that_learns_or_is_random(
         assert torch.equal(after(kept), head(given))
 
 
-def test_of_an_msdnet_the_map_that_heads_read_is_kept_and_of_other_heads_the_state() -> None:
+def test_msdnet_heads_precompute_one_feature_map_and_other_heads_the_stage_state() -> None:
     net = ew.models.msdnet("tiny-8").eval()
     states = [state for _, state in net.states(torch.rand(3, 1, 8, 8))]
     learners = [TrainableHead(head) for head in net.exits]
@@ -476,19 +483,19 @@ def test_a_small_view_does_not_hold_the_whole_state_in_memory() -> None:
     heads = [ew.Head(Pick(), nn.Linear(6, 4)) for _ in range(2)]
     net = ew.MultiExitNet([Tokens(), nn.Identity()], heads).eval()
     learners = [TrainableHead(net.exits[0])]
-    found = frozen_features.make_head_data(net, learners, vectors(), vectors(40, 1), HeadRecipe(), 0, True)
-    assert isinstance(found, CachedFeatures)
-    inputs, said, labels = found._train
+    head_data = frozen_features.make_head_data(net, learners, vectors(), vectors(40, 1), HeadRecipe(), 0, True)
+    assert isinstance(head_data, CachedFeatures)
+    inputs, last_logits, labels = head_data._train
     assert inputs[0].untyped_storage().nbytes() == 120 * 6 * 4
-    assert said is None
+    assert last_logits is None
     assert torch.equal(labels, vectors().tensors[1])
 
 
-# -- what it is given
+# -- arguments
 
 
 class Words(Dataset[tuple[dict[str, Tensor], int]]):
-    """Samples whose inputs have names."""
+    """Dataset whose inputs are mappings."""
 
     def __init__(self, vectors: TensorDataset) -> None:
         self._vectors = vectors
@@ -507,13 +514,13 @@ class Joined(nn.Module):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("kind", ["data set", "loader", "shuffled", "list", "named inputs"])
-def test_data_sets_and_loaders_of_any_kind_will_do(kind: str, cache: bool) -> None:
+@pytest.mark.parametrize("kind", ["dataset", "loader", "shuffled", "list", "named inputs"])
+def test_datasets_and_loaders_of_any_kind_are_accepted(kind: str, cache: bool) -> None:
     net = small_net()
     train: Any
     train, val = vectors(400), vectors(200, 1)
     given: dict[str, Callable[[], tuple[Any, Any]]] = {
-        "data set": lambda: (train, val),
+        "dataset": lambda: (train, val),
         "loader": lambda: (DataLoader(train, 32), DataLoader(val, 32)),
         "shuffled": lambda: (DataLoader(train, 32, shuffle=True, drop_last=True), DataLoader(val, 7, shuffle=True)),
         "list": lambda: (list(DataLoader(train, 32)), list(DataLoader(val, 32))),
@@ -526,8 +533,8 @@ def test_data_sets_and_loaders_of_any_kind_will_do(kind: str, cache: bool) -> No
     net.eval()
     inputs, labels = val.tensors
     named = {"left": inputs[:, :3], "right": inputs[:, 3:]}
-    said = net(named if kind == "named inputs" else inputs)
-    right = [(logits.argmax(1) == labels).double().mean().item() for logits in said]
+    exit_logits = net(named if kind == "named inputs" else inputs)
+    right = [(logits.argmax(1) == labels).double().mean().item() for logits in exit_logits]
     assert history.top1 == pytest.approx(right)
 
 
@@ -536,31 +543,36 @@ def test_fewer_samples_than_a_batch_are_one_batch_and_a_generator_can_be_kept() 
     assert len(history.epochs) == 2
 
 
-class Seen(TrainingCallback):
+class Recorder(TrainingCallback):
+    """Callback that records its calls."""
+
     def __init__(self) -> None:
-        self.words: list[Any] = []
+        self.calls: list[Any] = []
 
     def on_features(self, split: str, done: int, samples: int | None) -> None:
-        self.words.append((split, done, samples))
+        self.calls.append((split, done, samples))
 
     def on_train_start(self, epochs: int, batches: int, history: History) -> None:
-        self.words.append(("started", epochs, batches))
+        self.calls.append(("started", epochs, batches))
 
     def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
         assert images_per_second > 0
         assert seconds_left >= 0
-        self.words.append((epoch, batch))
+        self.calls.append((epoch, batch))
 
     def on_epoch_end(self, row: Any, kept: bool) -> None:
-        self.words.append((row.epoch, kept))
+        self.calls.append((row.epoch, kept))
 
 
-def test_who_watches_is_told() -> None:
-    seen = Seen()
-    ew.train_heads(small_net(), vectors(), vectors(40, 1), epochs=1, watcher=seen)
+@pytest.mark.parametrize("keyword", ["callback", "watcher"])
+def test_hooks_of_the_callback_are_called(keyword: str) -> None:
+    """The former keyword `watcher` works like `callback`."""
+    recorder = Recorder()
+    options: dict[str, Any] = {keyword: recorder}
+    ew.train_heads(small_net(), vectors(), vectors(40, 1), epochs=1, **options)
     passes = {("train", 64, 120), ("train", 120, 120), ("val", 40, 40)}
-    assert set(seen.words[:3]) == passes
-    assert seen.words[3:] == [("started", 1, 1), (0, 1), (1, True)]
+    assert set(recorder.calls[:3]) == passes
+    assert recorder.calls[3:] == [("started", 1, 1), (0, 1), (1, True)]
 
 
 def bad_labels(value: int) -> TensorDataset:
@@ -573,30 +585,36 @@ def bad_labels(value: int) -> TensorDataset:
     ("changes", "message"),
     [
         ({"net": nn.Linear(6, 4)}, "`net` must be a MultiExitNet, but got Linear"),
-        ({"net": ew.MultiExitNet([nn.Identity()], [_head(nn.Linear(6, 4))])}, "`net` has one exit, which is the last"),
+        ({"net": ew.MultiExitNet([nn.Identity()], [_head(nn.Linear(6, 4))])}, "`net` has only the last exit"),
         ({"train": bad_labels(4)}, "`train` has a label 0 to 4 outside the net's 4 classes"),
         ({"val": bad_labels(-1)}, "`val` has a label -1 to 3 outside the net's 4 classes"),
         ({"train": []}, "`train` gave no batches"),
         ({"val": []}, "`val` gave no samples"),
         ({"train": TensorDataset(torch.empty(0, 6), torch.empty(0).long())}, "`train` gave no samples"),
         ({"val": TensorDataset(torch.empty(0, 6), torch.empty(0).long())}, "`val` gave no samples"),
-        ({"train": 3}, "`train` must be a data set or a loader of (images, labels) that has a length, but got int"),
+        ({"train": 3}, "`train` must be a dataset or a loader of (images, labels) that has a length, but got int"),
         ({"train": iter([])}, "that has a length, but got list_iterator"),
-        ({"val": None}, "`val` must be a data set or a loader of (images, labels), but got NoneType"),
+        ({"val": None}, "`val` must be a dataset or a loader of (images, labels), but got NoneType"),
         ({"train": TensorDataset(torch.rand(9, 6), torch.rand(9))}, "`train` must give whole numbers as labels"),
-        ({"train": TensorDataset(torch.rand(9, 5), torch.zeros(9).long())}, "cannot take inputs of shape (5,): mat1"),
+        (
+            {"train": TensorDataset(torch.rand(9, 5), torch.zeros(9).long())},
+            "cannot take inputs of float32 (9, 5): mat1",
+        ),
         ({"val": iter([]), "cache": False}, "`val` gave no samples"),
         ({"val": iter(DataLoader(vectors(), 9)), "cache": False}, "`val` can be read only once"),
         ({"epochs": 0}, "`epochs` must be a whole number of at least 1, but got 0"),
         ({"batch_size": 2.0}, "`batch_size` must be a whole number of at least 1, but got 2.0"),
         ({"lr": -1}, "`lr` must be a number of at least 0, but got -1"),
         ({"weight_decay": float("inf")}, "`weight_decay` must be a number of at least 0, but got inf"),
-        ({"distill": 1.5}, "`distill` must be from 0 to 1, but got 1.5"),
-        ({"distill": "half"}, "`distill` must be a number, but got 'half'"),
-        ({"distill": 0.5, "last": True}, "`distill` has the last exit as its teacher"),
+        ({"distill": 1.5}, "`distill` must be a number from 0 to 1, but got 1.5"),
+        ({"distill": "half"}, "`distill` must be a number from 0 to 1, but got 'half'"),
+        ({"distill": 0.5, "train_last": True}, "`distill` needs a fixed last exit as the teacher"),
         ({"temperature": 0}, "`temperature` must be above 0, but got 0"),
-        ({"last": 1}, "`last` must be true or false, but got 1"),
-        ({"cache": "yes"}, "`cache` must be 'auto', true or false, but got 'yes'"),
+        ({"train_last": 1}, "`train_last` must be True or False, but got 1"),
+        ({"last": 1}, "`last` must be True or False, but got 1"),
+        ({"train_last": False, "last": True}, "`last` is the former name of `train_last`: pass only `train_last`"),
+        ({"callback": TrainingCallback(), "watcher": TrainingCallback()}, "`watcher` is the former name of `callback`"),
+        ({"cache": "yes"}, "`cache` must be 'auto', True or False, but got 'yes'"),
         ({"seed": -1}, "`seed` must be"),
         ({"lr": 1e38}, "the loss of exit 1 became"),
     ],
@@ -613,31 +631,31 @@ def test_bad_input_is_one_line_and_changes_nothing(changes: dict[str, Any], mess
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_inputs_that_are_no_numbers_are_said(split: str) -> None:
+def test_non_finite_inputs_are_reported(split: str) -> None:
     splits = {"train": vectors(), "val": vectors(40, 1)}
     splits[split].tensors[0][7, 3] = float("nan")
     with pytest.raises(ew.InputError, match=r"the loss of exit 1 became nan in .*epoch 1.* not finite"):
         ew.train_heads(small_net(), splits["train"], splits["val"], epochs=1, batch_size=60)
 
 
-def test_weights_that_others_share_are_not_trained() -> None:
+def test_shared_weights_are_refused() -> None:
     net = small_net()
     net.exits[2].last = net.exits[0].last
-    with pytest.raises(ew.InputError, match=r"heads.2.last.weight is the same as heads.0.last.weight"):
+    with pytest.raises(ew.InputError, match=r"heads.2.last.weight is the same parameter as heads.0.last.weight"):
         ew.train_heads(net, vectors(), vectors(40, 1))
     net = small_net()
     net.exits[1].neck = net.stages[1]
-    with pytest.raises(ew.InputError, match=r"heads.1.neck.0.weight is the same as stages.1.0.weight"):
+    with pytest.raises(ew.InputError, match=r"heads.1.neck.0.weight is the same parameter as stages.1.0.weight"):
         ew.train_heads(net, vectors(), vectors(40, 1))
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exitwise.core.distributed.world_size", lambda: 2)
-    with pytest.raises(ew.InputError, match="trained by one process"):
+    with pytest.raises(ew.InputError, match="must be trained in one process, but there are 2"):
         ew.train_heads(small_net(), vectors(), vectors(40, 1))
 
 
-def test_a_layer_whose_weights_are_made_of_others_learns_as_it_is() -> None:
+def test_a_parametrized_layer_is_trained_without_standardization() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     neck = nn.Sequential(normed, nn.ReLU())
     net = ew.MultiExitNet([nn.Linear(6, 8), nn.ReLU()], [ew.Head(neck, nn.Linear(8, 4)), _head(nn.Linear(8, 4))])
@@ -657,7 +675,7 @@ def test_an_interrupted_training_leaves_the_best_heads_so_far() -> None:
     net, before = small_net(), small_net()
     before.load_state_dict(net.state_dict())
     with pytest.raises(KeyboardInterrupt):
-        ew.train_heads(net, vectors(), vectors(40, 1), epochs=9, watcher=Stop())
+        ew.train_heads(net, vectors(), vectors(40, 1), epochs=9, callback=Stop())
     assert changed(before.state_dict(), net.state_dict()) == {"heads.0", "heads.1"}
 
 
@@ -697,13 +715,13 @@ def net():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MSDNet, trained a little."""
-    place = tmp_path_factory.mktemp("tiny")
+    """Weights of a tiny MSDNet after three epochs."""
+    folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     splits = digits()
     net = ew.models.msdnet("tiny-8")
-    ew.train(net, splits.train, splits.val, recipe=ew.Recipe(epochs=3, batch_size=50), out=place)
-    return place / "net.safetensors"
+    ew.train(net, splits.train, splits.val, recipe=ew.Recipe(epochs=3, batch_size=50), out=folder)
+    return folder / "net.safetensors"
 
 
 @pytest.mark.slow
@@ -718,10 +736,10 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
     assert sorted(path.name for path in run.iterdir()) == names
     before, after = load_file(checkpoint), load_file(run / "net.safetensors")
     assert changed(before, after) == {"heads.0", "heads.1"}
-    about = json.loads((run / "run.json").read_text())
-    assert about["model"]["preset"] == "tiny-8"
-    assert about["training"].pop("threads") >= 1
-    assert about["training"] == {
+    metadata = json.loads((run / "run.json").read_text())
+    assert metadata["model"]["preset"] == "tiny-8"
+    assert metadata["training"].pop("threads") >= 1
+    assert metadata["training"] == {
         "recipe": HeadRecipe(epochs=4, lr=0.02, distill=0.5).to_dict(),
         "freeze_backbone": True,
         "last": False,
@@ -735,14 +753,14 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
     assert exitwise("collect", run).status == 0
     assert exitwise("calibrate", run).status == 0
     done = exitwise("evaluate", run, "--budget", "60%", "--json")
-    assert all(found["evaluation"]["top1"] > 0.8 for found in done.json["methods"].values())
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+    assert all(result["evaluation"]["top1"] > 0.8 for result in done.json["methods"].values())
+    images = tmp_path / "images"
+    images.mkdir()
     test = digits().test
     assert test is not None
     for k, pixels in enumerate(test.pixels_of(torch.arange(30), None, None)):
-        Image.fromarray(pixels[0].numpy()).save(pictures / f"{k:02}.png")
-    done = exitwise("predict", run, pictures, "--budget", "60%", "--out", tmp_path / "rows.csv")
+        Image.fromarray(pixels[0].numpy()).save(images / f"{k:02}.png")
+    done = exitwise("predict", run, images, "--budget", "60%", "--out", tmp_path / "rows.csv")
     assert done.status == 0, done.err
     with (tmp_path / "rows.csv").open(newline="") as file:
         predicted = [int(row["predicted"]) for row in csv.DictReader(file)]
@@ -783,10 +801,13 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
         (["--freeze-backbone"], "needs a trained tiny-8: give its weights by --weights"),
         (["--freeze-backbone", "--weights", "nowhere.pth"], "nowhere.pth does not exist"),
         (["--freeze-backbone", "--model", "tiny8"], "did you mean 'tiny-8'"),
-        (["--freeze-backbone", "--net", "heads_net:net", "--distill", "2"], "`distill` must be from 0 to 1, but got 2"),
+        (["--freeze-backbone", "--net", "heads_net:net", "--distill", "2"], "`distill` must be a number from 0 to 1"),
         (["--freeze-backbone", "--net", "heads_net:net", "--epochs", "0"], "`epochs` must be a whole number"),
         (["--freeze-backbone", "--net", "heads_net:net", "--seed", "-1"], "`seed` must be"),
-        (["--freeze-backbone", "--net", "heads_net:net", "--last", "--distill", "1"], "cannot learn at the same time"),
+        (
+            ["--freeze-backbone", "--net", "heads_net:net", "--last", "--distill", "1"],
+            "its head cannot be trained as well",
+        ),
         (["--freeze-backbone", "--net", "heads_net:net", "--lr", "1e38"], "the loss of exit 1 became"),
         (["--freeze-backbone", "--recipe", "digits"], "--recipe does not go with --freeze-backbone"),
         (["--freeze-backbone", "--precision", "bf16-mixed"], "--precision does not go with --freeze-backbone"),
@@ -809,8 +830,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
-    found = small("heads.py", tmp_path)["measured"]
-    assert [row["net"] for row in found] == ["ResNet20", "MSDNet-small", "MSDNet-small, pooled heads"]
-    assert all(set(row["median seconds"]) == set(found[0]["median seconds"]) for row in found)
-    # Measured at forty: that it is faster at all is safe to say on any machine.
-    assert found[0]["median ratio"] > 1
+    rows = small("heads.py", tmp_path)["measured"]
+    assert [row["net"] for row in rows] == ["ResNet20", "MSDNet-small", "MSDNet-small, pooled heads"]
+    assert all(set(row["median seconds"]) == set(rows[0]["median seconds"]) for row in rows)
+    # About 40 was measured; above 1 is safe on any machine.
+    assert rows[0]["median ratio"] > 1

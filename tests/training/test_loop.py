@@ -1,4 +1,4 @@
-"""Training does what a plain loop does, and goes on bit for bit after anything that can happen to it."""
+"""Training matches a simple SGD loop, and resumes bit for bit after any interruption."""
 
 import json
 import os
@@ -37,18 +37,18 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def whole(digits_run: Path) -> Path:
-    """A training that nothing interrupted, in a process of its own."""
+    """Run of an uninterrupted training in a separate process."""
     return digits_run
 
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it to do things to."""
+    """Copy of the uninterrupted run that a test may change."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """A real process of the command."""
+def start_command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """Start the command in a real process."""
     return subprocess.Popen(
         [sys.executable, "-m", "exitwise", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -64,23 +64,23 @@ def last_state(run: Path) -> dict[str, Tensor]:
     return load_file(newest)
 
 
-def assert_same_training(one: Path, other: Path) -> None:
-    """Weights and momentum at the end, and the net that was kept: bit for bit."""
-    for mine, theirs in (
-        (last_state(one), last_state(other)),
-        (load_file(one / "net.safetensors"), load_file(other / "net.safetensors")),
+def assert_same_training(run: Path, expected: Path) -> None:
+    """Assert that final weights, momentum and the best weights of two runs are bitwise equal."""
+    for tensors, expected_tensors in (
+        (last_state(run), last_state(expected)),
+        (load_file(run / "net.safetensors"), load_file(expected / "net.safetensors")),
     ):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    mine, theirs = (History.load(run / "history.csv").epochs for run in (one, other))
-    assert [row.val_top1 for row in mine] == [row.val_top1 for row in theirs]
-    assert [row.train_loss for row in mine] == [row.train_loss for row in theirs]
+        assert tensors.keys() == expected_tensors.keys()
+        assert all(torch.equal(tensors[key], expected_tensors[key]) for key in tensors)
+    rows, expected_rows = (History.load(path / "history.csv").epochs for path in (run, expected))
+    assert [row.val_top1 for row in rows] == [row.val_top1 for row in expected_rows]
+    assert [row.train_loss for row in rows] == [row.train_loss for row in expected_rows]
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "nothing happened"
+        assert time.monotonic() < end, "timed out"
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)
 
@@ -88,8 +88,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
 # -- what the loop computes
 
 
-def plain_loop(net: ew.MultiExitNet, train: data.ImageSet, recipe: Recipe, seed: int) -> None:
-    """SGD on the sum of the losses, written out."""
+def simple_loop(net: ew.MultiExitNet, train: data.ImageSet, recipe: Recipe, seed: int) -> None:
+    """Train with torch.optim.SGD on the sum of the losses."""
     optimizer = torch.optim.SGD(
         net.parameters(), lr=0.0, momentum=recipe.momentum, weight_decay=recipe.weight_decay, nesterov=recipe.nesterov
     )
@@ -103,7 +103,7 @@ def plain_loop(net: ew.MultiExitNet, train: data.ImageSet, recipe: Recipe, seed:
             optimizer.step()
 
 
-def digits() -> data.Splits[data.Pictures]:
+def digits() -> data.Splits[data.ImageDataset]:
     train, test = data.load("digits")
     return data.HoldOut.random(train, 297, 0, 500).apply(train, test)
 
@@ -112,11 +112,11 @@ def test_it_is_sgd_on_the_sum_of_the_exits_losses(tmp_path: Path) -> None:
     recipe = replace(RECIPES["digits"].scaled(2), lr=0.01, batch_size=200)
     splits = digits()
     torch.manual_seed(3)
-    net, plain = ew.models.msdnet("tiny-8"), ew.models.msdnet("tiny-8")
-    plain.load_state_dict(net.state_dict())
+    net, simple = ew.models.msdnet("tiny-8"), ew.models.msdnet("tiny-8")
+    simple.load_state_dict(net.state_dict())
     ew.train(net, splits.train, data.Batches(splits.val, 50), recipe=recipe, out=tmp_path, seed=5)
-    plain_loop(plain, splits.train, recipe, 5)  # type: ignore[arg-type]
-    expected = plain.state_dict()
+    simple_loop(simple, splits.train, recipe, 5)  # type: ignore[arg-type]
+    expected = simple.state_dict()
     for key, value in last_state(tmp_path).items():
         if key.startswith("net."):
             torch.testing.assert_close(value, expected[key.removeprefix("net.")], rtol=1e-4, atol=1e-5)
@@ -141,7 +141,7 @@ def test_of_equal_epochs_the_first_is_the_best() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader"])
-def test_anybodys_dataset_or_loader_will_do(tmp_path: Path, kind: str) -> None:
+def test_any_dataset_or_loader_is_accepted(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 6)
     y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
@@ -153,11 +153,11 @@ def test_anybodys_dataset_or_loader_will_do(tmp_path: Path, kind: str) -> None:
     assert history.epochs[-1].val_top1[-1] > 0.9
     with torch.no_grad():
         top1 = (net.eval()(x)[-1].argmax(1) == y).double().mean().item()
-    assert top1 == pytest.approx(history.best.val_top1[-1])  # the net ends with the weights that are kept
+    assert top1 == pytest.approx(history.best.val_top1[-1])  # the net ends with the best weights
 
 
 def vector_net(dropout: float = 0.0) -> ew.MultiExitNet:
-    """Two exits on vectors of six numbers."""
+    """Return a net with two exits for inputs (n, 6)."""
     first = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout))
     stages = [first, nn.Sequential(nn.Linear(16, 16), nn.ReLU())]
     return ew.MultiExitNet(stages, [ew.Head(nn.Identity(), nn.Linear(16, 4)) for _ in stages])
@@ -201,13 +201,24 @@ def test_data_that_do_not_fit_the_net_are_refused(
     assert message in str(error.value)
 
 
-def test_another_recipe_cannot_take_over(tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_be_resumed_with_other_settings(tmp_path: Path) -> None:
     dataset = TensorDataset(torch.randn(32, 6), torch.zeros(32).long())
     ew.train(vector_net(), dataset, dataset, recipe=Recipe(epochs=1, batch_size=16), out=tmp_path)
     for change, message in (({"recipe": Recipe(epochs=2, batch_size=16)}, "recipe"), ({"seed": 1}, "seed")):
         options: dict[str, object] = {"recipe": Recipe(epochs=1, batch_size=16), **change}
-        with pytest.raises(ew.InputError, match=f"of a training with another {message}"):
+        with pytest.raises(ew.InputError, match=f"the checkpoint was made with another {message}"):
             ew.train(vector_net(), dataset, dataset, out=tmp_path, resume=True, **options)  # type: ignore[arg-type]
+
+
+def test_the_former_name_of_the_callback_is_accepted_but_not_both_names(tmp_path: Path) -> None:
+    dataset = TensorDataset(torch.randn(32, 6), torch.zeros(32).long())
+    recipe = Recipe(epochs=1, batch_size=16)
+    with pytest.raises(KeyboardInterrupt):
+        ew.train(vector_net(), dataset, dataset, recipe=recipe, out=tmp_path / "former", watcher=StopAfter(1))
+    both = {"callback": TrainingCallback(), "watcher": TrainingCallback()}
+    with pytest.raises(ew.InputError, match="`watcher` is the former name of `callback`: pass only `callback`"):
+        ew.train(vector_net(), dataset, dataset, recipe=recipe, out=tmp_path / "both", **both)  # type: ignore[arg-type]
+    assert not (tmp_path / "both").exists()
 
 
 def test_parts_of_a_batch_make_the_step_of_the_whole(tmp_path: Path) -> None:
@@ -237,18 +248,18 @@ def test_history_is_saved_and_drawn(run: Path, tmp_path: Path) -> None:
 # -- interruptions
 
 
-# A training that kills itself when it is about to touch a file of the run for the n-th time: to open, create, rename or
-# remove it, or to change its mode. Every state that a kill can leave on disk lies between two of these.
+# A training that kills itself just before it touches a file of the run for the n-th time: opens, creates, renames or
+# removes it, or changes its mode. Every state that a kill can leave on disk lies between two of these events.
 KILLED = """
 import os, signal, sys
 from exitwise.cli.app import main
-left, run = int(sys.argv.pop(1)), sys.argv.pop(1)
+remaining, run = int(sys.argv.pop(1)), sys.argv.pop(1)
 
 def count(event, arguments):
-    global left
+    global remaining
     if event in ("open", "os.chmod", "os.rename", "os.remove", "os.mkdir") and run in str(arguments[0]):
-        left -= 1
-        if left == 0:
+        remaining -= 1
+        if remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(count)
@@ -258,64 +269,67 @@ main()
 
 @pytest.mark.soak
 def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp_path: Path, seed: int) -> None:
-    """SIGKILL, a real process, a checkpoint after every batch so that most kills fall into an epoch or into a write."""
-    place, moments = tmp_path / "run", random.Random(seed)
-    arguments: list[object] = [*DIGITS, "--out", place, "--checkpoint-minutes", 0]
+    """Kill a real process with SIGKILL; with a checkpoint after every batch, most kills hit an epoch or a write."""
+    directory, moments = tmp_path / "run", random.Random(seed)
+    arguments: list[object] = [*DIGITS, "--out", directory, "--checkpoint-minutes", 0]
     for _ in range(3 if SEED else 1):
         touches = moments.randrange(20, 120)  # of about 370 in all
-        command = [sys.executable, "-c", KILLED, str(touches), place.name, *map(str, arguments)]
+        command = [sys.executable, "-c", KILLED, str(touches), directory.name, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
         assert done.returncode == -signal.SIGKILL, f"killed at touch {touches}: {done.stderr}"
-        arguments = ["train", place, "--resume", "--checkpoint-minutes", 0]
-    with started("train", place, "--resume", "--checkpoint-minutes", 0) as process:
+        arguments = ["train", directory, "--resume", "--checkpoint-minutes", 0]
+    with start_command("train", directory, "--resume", "--checkpoint-minutes", 0) as process:
         _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert_same_training(place, whole)
-    assert not list(place.rglob(".*")), "a killed write leaves nothing behind in the end"
+    assert_same_training(directory, whole)
+    assert not list(directory.rglob(".*")), "a killed write left a partial file"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.slow
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(
+def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(
     whole: Path, tmp_path: Path, exitwise: Command, number: signal.Signals, status: int
 ) -> None:
-    place = tmp_path / "run"
-    with started(*DIGITS, "--out", place) as process:
-        wait_for(lambda: bool(CheckpointDirectory(place / "checkpoints").files()), process)
+    directory = tmp_path / "run"
+    with start_command(*DIGITS, "--out", directory) as process:
+        wait_for(lambda: bool(CheckpointDirectory(directory / "checkpoints").files()), process)
         process.send_signal(number)
         _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
     assert err.splitlines()[-1].startswith("exitwise: stopped after 0 epochs and ")
-    assert err.splitlines()[-1].endswith(f"`exitwise train {place} --resume` goes on")
-    assert exitwise("train", place, "--resume").status == 0
-    assert_same_training(place, whole)
+    assert err.splitlines()[-1].endswith(f"`exitwise train {directory} --resume` goes on")
+    assert exitwise("train", directory, "--resume").status == 0
+    assert_same_training(directory, whole)
 
 
 class StopAfter(TrainingCallback):
+    """Callback that interrupts the training after a number of batches."""
+
     def __init__(self, batches: int) -> None:
-        self.left = batches
+        self.remaining = batches
 
     def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
-        self.left -= 1
-        if not self.left:
+        self.remaining -= 1
+        if not self.remaining:
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "generator"])
 @pytest.mark.parametrize("batches", [1, 4, 7, 11])
 @pytest.mark.slow_after_first
-def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batches: int) -> None:
+def test_dropout_and_a_loaders_order_are_resumed_too(tmp_path: Path, kind: str, batches: int) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
-    def fit(out: Path, watcher: TrainingCallback | None = None, resume: bool = False) -> None:
+    def fit(out: Path, callback: TrainingCallback | None = None, resume: bool = False) -> None:
         torch.manual_seed(2)
         net = vector_net(dropout=0.5)
         dataset = TensorDataset(x, y)
-        own = torch.Generator() if kind == "generator" else None
-        train = dataset if kind == "dataset" else DataLoader(dataset, batch_size=16, shuffle=True, generator=own)
+        generator = torch.Generator() if kind == "generator" else None
+        loader = DataLoader(dataset, batch_size=16, shuffle=True, generator=generator)
+        train = dataset if kind == "dataset" else loader
         recipe = Recipe(epochs=3, batch_size=16, warmup=1)
-        torch.manual_seed(random.randrange(10**6))  # another each time: what else the process draws must not matter
-        ew.train(net, train, [(x, y)], recipe=recipe, out=out, watcher=watcher, resume=resume, checkpoint_minutes=0.0)
+        torch.manual_seed(random.randrange(10**6))  # other draws of the process must not matter
+        ew.train(net, train, [(x, y)], recipe=recipe, out=out, callback=callback, resume=resume, checkpoint_minutes=0.0)
 
     fit(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -324,17 +338,17 @@ def test_dropout_and_a_loaders_order_go_on_too(tmp_path: Path, kind: str, batche
     assert_same_training(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.mark.skipif(not worth_compiling(10**6), reason="needs a C++ compiler, which torch.compile calls")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.skipif(not worth_compiling(10**6), reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 @pytest.mark.slow
-def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Path) -> None:
+def test_a_compiled_training_resumes_and_is_close_to_the_eager_one(tmp_path: Path) -> None:
     x, y = torch.randn(64, 6), torch.randint(4, (64,))
 
-    def fit(out: Path, watcher: TrainingCallback | None = None, resume: bool = False, compile: bool = True) -> None:
+    def fit(out: Path, callback: TrainingCallback | None = None, resume: bool = False, compile: bool = True) -> None:
         torch.manual_seed(2)
         recipe = Recipe(epochs=2, batch_size=16)
         dataset = TensorDataset(x, y)
-        options = {"watcher": watcher, "resume": resume, "compile": compile, "checkpoint_minutes": 0.0}
+        options = {"callback": callback, "resume": resume, "compile": compile, "checkpoint_minutes": 0.0}
         ew.train(vector_net(), dataset, [(x, y)], recipe=recipe, out=out, **options)  # type: ignore[arg-type]
 
     fit(tmp_path / "whole")
@@ -342,14 +356,14 @@ def test_a_compiled_training_goes_on_and_is_close_to_the_plain_one(tmp_path: Pat
         fit(tmp_path / "cut", StopAfter(3))
     fit(tmp_path / "cut", resume=True)
     assert_same_training(tmp_path / "cut", tmp_path / "whole")
-    fit(tmp_path / "plain", compile=False)
-    compiled, plain = last_state(tmp_path / "whole"), last_state(tmp_path / "plain")
-    for key, value in plain.items():
+    fit(tmp_path / "eager", compile=False)
+    compiled, eager = last_state(tmp_path / "whole"), last_state(tmp_path / "eager")
+    for key, value in eager.items():
         torch.testing.assert_close(compiled[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_damaged_newest_checkpoint_is_passed_over(
+def test_a_damaged_newest_checkpoint_is_skipped(
     whole: Path, run: Path, exitwise: Command, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     newest, before = CheckpointDirectory(run / "checkpoints").files()
@@ -360,56 +374,57 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     done = exitwise("train", run, "--resume")
     assert done.status == 0, done.err
     assert str(newest) in caplog.text
-    assert f"going on from the checkpoint before it, {before.name}" in caplog.text
+    assert f"resuming from the checkpoint before it, {before.name}" in caplog.text
     assert_same_training(run, whole)
 
 
 @pytest.mark.slow
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, exitwise: Command) -> None:
-    place = tmp_path / "run"
-    with started("train", "--data", "digits", "--epochs", 200, "--out", place) as process:
-        wait_for(lambda: bool(CheckpointDirectory(place / "checkpoints").files()), process)
-        done = exitwise("train", place, "--resume")
+    directory = tmp_path / "run"
+    with start_command("train", "--data", "digits", "--epochs", 200, "--out", directory) as process:
+        wait_for(lambda: bool(CheckpointDirectory(directory / "checkpoints").files()), process)
+        done = exitwise("train", directory, "--resume")
         process.kill()
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "is being trained by another process" in done.err
 
 
-def test_without_a_whole_checkpoint_it_says_so(run: Path, exitwise: Command) -> None:
+def test_resuming_without_an_intact_checkpoint_is_refused(run: Path, exitwise: Command) -> None:
     for file in CheckpointDirectory(run / "checkpoints").files():
         file.write_bytes(b"x")
     done = exitwise("train", run, "--resume")
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "no checkpoint in" in done.err
+    assert "is intact" in done.err
 
 
-def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tmp_path: Path, exitwise: Command) -> None:
-    place = tmp_path / "run"
-    done = exitwise(*DIGITS, "--out", place, "--lr", "1e30", "--checkpoint-minutes", 0)
+def test_a_non_finite_loss_stops_with_the_last_good_checkpoint(tmp_path: Path, exitwise: Command) -> None:
+    directory = tmp_path / "run"
+    done = exitwise(*DIGITS, "--out", directory, "--lr", "1e30", "--checkpoint-minutes", 0)
     assert done.status == 2
     line = done.err.splitlines()[-1]
-    newest = CheckpointDirectory(place / "checkpoints").newest()
+    newest = CheckpointDirectory(directory / "checkpoints").newest()
     assert f"in epoch 1, batch {int(newest.stem.split('-')[1]) + 1}; the last good checkpoint is {newest}" in line  # type: ignore[union-attr]
     assert "the loss became nan" in line or "the loss became inf" in line
 
 
 class Breaking(nn.Module):
-    """Gives an infinite gradient at its third batch, with a finite loss."""
+    """Module with an infinite gradient at the third batch, though the loss is finite."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6))
-        self.left = 3
+        self.remaining = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        self.left -= self.training
-        return x * (self.weight if self.left else (self.weight - 1).abs().sqrt() + 1)
+        self.remaining -= self.training
+        return x * (self.weight if self.remaining else (self.weight - 1).abs().sqrt() + 1)
 
 
-def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
+def test_non_finite_weights_are_never_saved(tmp_path: Path) -> None:
     net = ew.MultiExitNet([Breaking()], [ew.Head(nn.Identity(), nn.Linear(6, 4))])
     with torch.no_grad():
-        net.exits[0].last.weight.zero_()  # no gradient reaches the weight before its time
+        net.exits[0].last.weight.zero_()  # no gradient reaches the weight before the third batch
     recipe = Recipe(epochs=2, batch_size=16, lr=1e-30, momentum=0.0, weight_decay=0.0)
     dataset = TensorDataset(torch.randn(64, 6), torch.randint(4, (64,)))
     with pytest.raises(ew.InputError, match=r"stages.0.weight is not finite any more after epoch 1, batch 3") as error:
@@ -422,30 +437,30 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1.2 MB, where this machine lets us make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", place], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"needs to mount a small disk: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    """Mounted file system of 1.2 MB; the test is skipped where mounting is not permitted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a small disk: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Path, exitwise: Command) -> None:
-    place = small_disk / "run"
-    done = exitwise(*DIGITS, "--out", place)
+    directory = small_disk / "run"
+    done = exitwise(*DIGITS, "--out", directory)
     assert done.status == 2
     assert "No space left on device" in done.err
-    newest = CheckpointDirectory(place / "checkpoints").newest()
+    newest = CheckpointDirectory(directory / "checkpoints").newest()
     assert done.err.splitlines()[-1].endswith(f"the last good checkpoint is {newest}")
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
-    assert exitwise("train", place, "--resume").status == 0
-    assert_same_training(place, whole)
+    assert exitwise("train", directory, "--resume").status == 0
+    assert_same_training(directory, whole)
 
 
-# -- resuming as something else
+# -- resuming with other options
 
 
 @pytest.mark.parametrize(
@@ -460,7 +475,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Pa
         (["--net", "some:thing"], "has the net 'tiny-8': --net is for other nets"),
     ],
 )
-def test_resuming_as_something_else_is_refused(run: Path, exitwise: Command, options: list[str], message: str) -> None:
+def test_resuming_with_other_options_is_refused(run: Path, exitwise: Command, options: list[str], message: str) -> None:
     before = contents(run)
     done = exitwise("train", run, "--resume", *options)
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -471,7 +486,7 @@ def test_resuming_as_something_else_is_refused(run: Path, exitwise: Command, opt
 @pytest.mark.parametrize(
     "option", [["--split-seed", "5"], ["--val-size", "17"], ["--image-size", "9"], ["--force"], ["--out", "elsewhere"]]
 )
-def test_options_of_a_new_run_are_refused_when_one_goes_on(run: Path, exitwise: Command, option: list[str]) -> None:
+def test_options_of_a_new_run_are_refused_with_resume(run: Path, exitwise: Command, option: list[str]) -> None:
     before = contents(run)
     done = exitwise("train", run, "--resume", *option)
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -486,11 +501,11 @@ def test_the_options_that_a_run_was_made_with_may_be_repeated(tmp_path: Path, ex
 
 
 @pytest.mark.slow
-def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command) -> None:
-    """BatchNorm sees the parts, so a run that goes on must keep them, whether it is told to or not."""
+def test_a_resumed_run_keeps_its_number_of_micro_batches(tmp_path: Path, exitwise: Command) -> None:
+    """BatchNorm statistics depend on the micro-batches, so they must be kept with or without `--accumulate`."""
     finished, cut = tmp_path / "whole", tmp_path / "cut"
-    for place in (finished, cut):
-        assert exitwise(*DIGITS, "--accumulate", "2", "--checkpoint-minutes", 0, "--out", place).status == 0
+    for directory in (finished, cut):
+        assert exitwise(*DIGITS, "--accumulate", "2", "--checkpoint-minutes", 0, "--out", directory).status == 0
     newest, before = CheckpointDirectory(cut / "checkpoints").files()
     newest.unlink()
     assert before.stem == "00002-0000020"
@@ -502,28 +517,28 @@ def test_a_batch_stays_cut_into_as_many_parts(tmp_path: Path, exitwise: Command)
 
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(whole: Path, run: Path, exitwise: Command) -> None:
-    for left in (*CheckpointDirectory(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
-        left.unlink()
+    for file in (*CheckpointDirectory(run / "checkpoints").files(), run / "history.csv", run / "net.safetensors"):
+        file.unlink()
     assert exitwise("train", run, "--resume").status == 0
     assert_same_training(run, whole)
 
 
-def test_a_lost_best_net_is_said(run: Path, exitwise: Command) -> None:
+def test_resuming_without_the_best_weights_is_refused(run: Path, exitwise: Command) -> None:
     (run / "net.safetensors").unlink()
     done = exitwise("train", run, "--resume")
     assert (done.status, done.err.count("\n")) == (2, 1)
-    assert "net.safetensors is gone, and with it the best net so far" in done.err
+    assert "net.safetensors is missing, so the best weights are lost" in done.err
 
 
-@pytest.mark.parametrize("change", ["class", "picture"])
+@pytest.mark.parametrize("change", ["class", "image"])
 @pytest.mark.slow_after_first
-def test_pictures_that_changed_meanwhile_are_noticed(
+def test_images_that_changed_since_the_start_are_noticed(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     folder = class_folder(tmp_path / "mine", {"a": 30, "b": 30})
     options = ["--model", "tiny-16", "--epochs", 1, "--batch-size", 20, "--out", tmp_path / "run"]
     assert exitwise("train", "--data", f"folder:{folder}", *options).status == 0
-    monkeypatch.chdir(tmp_path)  # a run finds its pictures from anywhere
+    monkeypatch.chdir(tmp_path)  # a run finds its images from any working directory
     assert exitwise("train", "run", "--resume").status == 0
     class_folder(tmp_path / "more", {"c": 2})
     (tmp_path / "more" / "c" / "0.png").rename(folder / "b" / "zero.png")
@@ -542,18 +557,18 @@ def test_resuming_what_is_done_changes_nothing(run: Path, exitwise: Command) -> 
 
 
 @pytest.mark.slow
-def test_half_precision_goes_on_as_such(tmp_path: Path, exitwise: Command) -> None:
+def test_half_precision_is_resumed_as_such(tmp_path: Path, exitwise: Command) -> None:
     finished, cut = tmp_path / "whole", tmp_path / "cut"
     options = [*DIGITS, "--precision", "bf16-mixed", "--checkpoint-minutes", 0, "--out"]
     done = exitwise(*options, finished)
     if "announces instructions that it lacks" in done.err:
-        assert (done.status, done.err.count("\n")) == (2, 1)  # instead of a process that dies without a word
+        assert (done.status, done.err.count("\n")) == (2, 1)  # instead of a process that dies silently
         assert not finished.exists()
-        pytest.skip("this CPU cannot compute in bfloat16, and was refused as such")
+        pytest.skip("this CPU cannot compute in bfloat16, as the error message says")
     assert done.status == 0, done.err
     assert exitwise(*options, cut).status == 0
     newest = CheckpointDirectory(cut / "checkpoints").files()[0]
-    newest.unlink()  # the last epoch's validation is done again
+    newest.unlink()  # the last epoch is validated again
     assert exitwise("train", cut, "--resume").status == 0
     assert_same_training(cut, finished)
 
@@ -570,9 +585,9 @@ def test_a_precision_that_the_cpu_dies_of_is_refused(
 
 
 def test_a_checkpoint_of_another_net_is_refused(run: Path, tmp_path: Path, exitwise: Command) -> None:
-    about = json.loads((run / "run.json").read_text())
-    about["model"] = {"preset": "tiny-8", "num_classes": 10, "in_channels": 3}
-    (run / "run.json").write_text(json.dumps(about))
+    metadata = json.loads((run / "run.json").read_text())
+    metadata["model"] = {"preset": "tiny-8", "num_classes": 10, "in_channels": 3}
+    (run / "run.json").write_text(json.dumps(metadata))
     done = exitwise("train", run, "--resume")
     assert done.status == 2
     assert "the checkpoint is of another net" in done.err
@@ -584,9 +599,9 @@ def test_a_checkpoint_of_another_net_is_refused(run: Path, tmp_path: Path, exitw
 def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
     from PIL import Image
 
-    for name, number in classes.items():
+    for name, count in classes.items():
         (root / name).mkdir(parents=True)
-        for k in range(number):
+        for k in range(count):
             Image.effect_noise((size, size), 60).save(root / name / f"{k}.png")
     return root
 
@@ -596,7 +611,7 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
     [
         ([], "say what to train on by --data"),
         (["--data", "digit"], "did you mean 'digits'"),
-        (["--data", "cifar100"], "cifar100 lies in a folder: say which by --root"),
+        (["--data", "cifar100"], "cifar100 must be read from a folder: pass --root DIR"),
         (["--data", "cifar100", "--root", "nowhere"], "nowhere does not exist; put cifar-100-binary.tar.gz there"),
         (["--data", "imagenet", "--root", "."], "must hold ImageNet's train/ and val/"),
         (["--data", "digits", "--model", "tiny8"], "did you mean 'tiny-8'"),
@@ -608,22 +623,22 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--seed", "-1"], "`seed` must be"),
         (["--data", "digits", "--val-size", "1797"], "must take some of 1797 train images"),
         (["--data", "digits", "--devices", "1000"], "of this machine, but is 1000"),
-        (["--data", "digits", "--devices", "0"], "`devices` must be at least 1"),
+        (["--data", "digits", "--devices", "0"], "`devices` must be a whole number of at least 1"),
         (["--data", "digits", "--num-nodes", "2"], "set MASTER_ADDR, MASTER_PORT and NODE_RANK on each"),
         (["--data", "caltech256", "--root", "nothing"], "put 256_ObjectCategories.tar there, from https://data.calt"),
-        (["--data", "digits", "--out", "one/a/0.png/x"], "one/a/0.png/x cannot be made"),
+        (["--data", "digits", "--out", "one/a/0.png/x"], "one/a/0.png/x cannot be created"),
         (["--data", "digits", "--accelerator", "tpu"], "`accelerator` must be one of auto, cpu, cuda, mps"),
         (["--data", "digits", "--precision", "8"], "`precision` must be one of"),
         (["--data", "digits", "--strategy", "fsdp"], "`strategy` must be one of auto, ddp"),
         (["--data", "digits", "--accumulate", "3"], "must be a multiple of 1 processes x 3 parts"),
         (["--data", "imagenet", "--root", ".", "--download"], "imagenet cannot be downloaded"),
-        (["--data", "digits", "--recipe", "imagenet", "--batch-size", "64"], "resized crops is for picture files"),
+        (["--data", "digits", "--recipe", "imagenet", "--batch-size", "64"], "resized crops needs image files"),
         (["--data", "digits", "--net", "nowhere:net"], "could not be imported"),
         (["--data", "digits", "--net", "torch.nn:Identity"], "must return a MultiExitNet, but returned a Identity"),
         (["--data", "digits", "--net", "torch.nn:Linear"], "torch.nn:Linear failed with TypeError: Linear.__init__"),
         (["--data", "digits", "--net", "torch"], "must be like package.module:function"),
         (["--data", "folder:one"], "must hold at least two class folders, but holds 1"),
-        (["--data", "folder:empty"], "empty/b is a class folder without pictures"),
+        (["--data", "folder:empty"], "empty/b is a class folder without images"),
         (["--resume"], "--resume needs the run to go on with"),
         (["somewhere", "--data", "digits"], "somewhere: --resume goes on with a run; a new one is named by --out"),
         (["somewhere", "--resume"], "somewhere is not a run"),
@@ -651,7 +666,7 @@ def test_an_existing_run_is_kept(run: Path, exitwise: Command) -> None:
     assert contents(run) == before
 
 
-def test_an_unreadable_picture_stops_a_training_with_its_path_or_is_skipped(
+def test_an_unreadable_image_stops_a_training_with_its_path_or_is_skipped(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -668,7 +683,7 @@ def test_an_unreadable_picture_stops_a_training_with_its_path_or_is_skipped(
     assert done.json["samples"] == {"val": 10, "test": 9, "train": 41}
 
 
-# -- the whole way
+# -- from training to evaluation
 
 
 def test_digits_from_nothing_to_an_evaluated_run(run: Path, exitwise: Command) -> None:
@@ -677,7 +692,7 @@ def test_digits_from_nothing_to_an_evaluated_run(run: Path, exitwise: Command) -
     done = exitwise("evaluate", run, "--budget", "50%", "--json")
     assert done.status == 0
     results = done.json["methods"]
-    assert all(found["evaluation"]["top1"] > 0.9 for found in results.values())
+    assert all(result["evaluation"]["top1"] > 0.9 for result in results.values())
     trace = ew.Trace.load(run / "trace.safetensors")
     assert (len(trace.val), len(trace.test or ()), trace.curvature[0].n) == (297, 500, 1000)
 
@@ -688,7 +703,7 @@ def test_a_trace_of_an_earlier_state_of_the_net_is_refused(run: Path, exitwise: 
     net = ew.load_net(run / "net.safetensors")
     with torch.no_grad():
         net.exits[-1].last.weight.mul_(2)
-    ew.save_checkpoint(net, run / "net.safetensors")  # as a training that goes on does
+    ew.save_checkpoint(net, run / "net.safetensors")  # as a resumed training does
     done = exitwise("calibrate", run)
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert f"run `exitwise collect {run} --force`" in done.err
@@ -713,7 +728,7 @@ def test_a_net_of_ones_own_is_trained_resumed_and_collected_by_name(
     (tmp_path / "my_nets.py").write_text(NET)
     assert exitwise(*DIGITS, "--net", "my_nets:small", "--out", "run").status == 0
     for command in (["train", "run", "--resume"], ["collect", "run"]):
-        refused = exitwise(*command)  # nothing is imported because a file names it
+        refused = exitwise(*command)  # a name in a file is not enough to import code
         assert (refused.status, refused.err.count("\n")) == (2, 1)
         assert "give --net my_nets:small again" in refused.err
         assert exitwise(*command, "--net", "my_nets:small").status == 0
@@ -729,8 +744,8 @@ def test_baselines_are_trained_by_one_flag_and_shown_beside(run: Path, tmp_path:
     )
     assert done.status == 0, done.err
     assert len(done.json["epochs"][0]["val_top1"]) == 1
-    for place in (run, tmp_path / "resnet"):
-        assert exitwise("collect", place).status == 0
+    for directory in (run, tmp_path / "resnet"):
+        assert exitwise("collect", directory).status == 0
     assert exitwise("calibrate", tmp_path / "resnet").status == 0
     done = exitwise("evaluate", run, "--budget", "50%", "--against", tmp_path / "resnet", "--json")
     assert done.status == 0, done.err

@@ -1,4 +1,4 @@
-"""Recipes are the paper's numbers, and their schedules are what PyTorch's own schedulers give."""
+"""Recipes have the paper's hyperparameters, and their schedules match PyTorch's schedulers."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def test_the_papers_numbers(name: str, epochs: int, batch_size: int, milestones:
 def test_milestones_move_with_the_epochs(epochs: int) -> None:
     scaled = RECIPES["cifar100"].scaled(epochs)
     assert scaled.epochs == epochs
-    assert all(0 <= place - share * epochs < 1 for place, share in zip(scaled.milestones, (0.5, 0.75), strict=True))
+    assert all(0 <= epoch - share * epochs < 1 for epoch, share in zip(scaled.milestones, (0.5, 0.75), strict=True))
     assert RECIPES["cifar100"].scaled(30).milestones == (15, 23)
     assert RECIPES["cifar100"].scaled(42).milestones == (21, 32)
 
 
-def scheduled(recipe: Recipe, scheduler: type, **settings: object) -> list[float]:
+def scheduled_rates(recipe: Recipe, scheduler: type, **settings: object) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=recipe.lr)
     schedule = scheduler(optimizer, **settings)
     rates = []
@@ -42,14 +42,14 @@ def scheduled(recipe: Recipe, scheduler: type, **settings: object) -> list[float
 
 def test_steps_are_those_of_multistep() -> None:
     recipe = RECIPES["cifar100"]
-    expected = scheduled(recipe, torch.optim.lr_scheduler.MultiStepLR, milestones=[150, 225])
+    expected = scheduled_rates(recipe, torch.optim.lr_scheduler.MultiStepLR, milestones=[150, 225])
     assert [recipe.lr_at(epoch) for epoch in range(300)] == pytest.approx(expected)
-    assert recipe.lr_at(149, 0.999) == pytest.approx(0.1)  # within an epoch it does not change
+    assert recipe.lr_at(149, 0.999) == pytest.approx(0.1)  # constant within an epoch
 
 
 def test_cosine_is_that_of_cosine_annealing() -> None:
     recipe = Recipe(epochs=40, batch_size=8, lr=0.2, final_lr=0.01)
-    expected = scheduled(recipe, torch.optim.lr_scheduler.CosineAnnealingLR, T_max=40, eta_min=0.01)
+    expected = scheduled_rates(recipe, torch.optim.lr_scheduler.CosineAnnealingLR, T_max=40, eta_min=0.01)
     assert [recipe.lr_at(epoch) for epoch in range(40)] == pytest.approx(expected)
     assert recipe.lr_at(39, 1.0) == pytest.approx(0.01)
 

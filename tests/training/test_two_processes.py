@@ -1,4 +1,4 @@
-"""Two real processes do what one does: the same weights, the same trace."""
+"""Two real processes give the same weights and the same trace as one."""
 
 import os
 import shutil
@@ -25,11 +25,11 @@ TWO = ("--accelerator", "cpu", "--devices", "2")
 def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("MASTER_PORT", None)
-    words = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "exitwise", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    line = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "exitwise", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
 
 
-HOW: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+LAUNCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "one": (("--accumulate", "2"), ()),
     "two": (("--devices", "2"), ()),
     "torchrun": ((), ("torch.distributed.run", "--nproc-per-node", "2")),
@@ -38,16 +38,16 @@ HOW: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The same training by one process in two halves, by two processes of ours, or by torchrun's; each made once."""
+    """Return a function that trains, once each: with two micro-batches, with two processes, or with torchrun."""
 
     @cache
     def train(name: str) -> Path:
-        options, launcher = HOW[name]
-        place = tmp_path_factory.mktemp("runs") / name
-        done = command("train", *DIGITS, "--out", place, *options, launcher=launcher)
+        options, launcher = LAUNCHES[name]
+        directory = tmp_path_factory.mktemp("runs") / name
+        done = command("train", *DIGITS, "--out", directory, *options, launcher=launcher)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Trained for 2 epochs") == 1  # one process speaks
-        return place
+        assert done.stdout.count("Trained for 2 epochs") == 1  # only rank 0 prints
+        return directory
 
     return train
 
@@ -61,7 +61,7 @@ def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
     assert one.keys() == two.keys()
     for key, value in one.items():
         if "running_" in key or "num_batches" in key:
-            continue  # statistics of BatchNorm are per process: the first one's are kept
+            continue  # BatchNorm statistics are per process: those of rank 0 are kept
         torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-6)
     losses = [
         [row.train_loss for row in History.load(trained(name) / "history.csv").epochs] for name in ("one", launched)
@@ -70,18 +70,18 @@ def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
 
 
 def test_two_processes_collect_the_trace_of_one(digits_run: Path, exitwise: Command, tmp_path: Path) -> None:
-    place = shutil.copytree(digits_run, tmp_path / "run")
-    options = ("collect", place, "--batch-size", "32", "--force")
+    directory = shutil.copytree(digits_run, tmp_path / "run")
+    options = ("collect", directory, "--batch-size", "32", "--force")
     assert exitwise(*options).status == 0
-    one = ew.Trace.load(place / "trace.safetensors")
+    one = ew.Trace.load(directory / "trace.safetensors")
     done = command(*options, *TWO)
     assert done.returncode == 0, done.stderr
-    two = ew.Trace.load(place / "trace.safetensors")
+    two = ew.Trace.load(directory / "trace.safetensors")
     for name in ("val", "test"):
-        mine, theirs = getattr(one, name), getattr(two, name)
-        assert torch.equal(mine.labels, theirs.labels)
-        assert torch.equal(mine.index, theirs.index)  # every sample once, in order
-        assert all(torch.equal(a, b) for a, b in zip(mine.features, theirs.features, strict=True))
+        expected, split = getattr(one, name), getattr(two, name)
+        assert torch.equal(split.labels, expected.labels)
+        assert torch.equal(split.index, expected.index)  # every sample once, in order
+        assert all(torch.equal(a, b) for a, b in zip(expected.features, split.features, strict=True))
     for a, b in zip(one.curvature, two.curvature, strict=True):
         assert a.n == b.n == 1000
         for x, y in ((a.A, b.A), (a.B, b.B)):
@@ -91,7 +91,7 @@ def test_two_processes_collect_the_trace_of_one(digits_run: Path, exitwise: Comm
 
 @pytest.mark.slow
 def test_all_processes_validate_the_net_that_is_kept(trained: Callable[[str], Path]) -> None:
-    """Every process has statistics of its own while it trains; what is measured must be the first one's, whole."""
+    """BatchNorm statistics differ between processes in training; all must validate with those of rank 0."""
     done = command("collect", trained("two"), "--force")
     assert done.returncode == 0, done.stderr
     trace = ew.Trace.load(trained("two") / "trace.safetensors")
@@ -103,18 +103,18 @@ def test_all_processes_validate_the_net_that_is_kept(trained: Callable[[str], Pa
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_the_training_of_two(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    place = tmp_path / "run"
-    shutil.copytree(trained("two"), place)
-    CheckpointDirectory(place / "checkpoints").files()[0].unlink()  # before the last validation
-    done = command("train", place, "--resume", "--accelerator", "cpu")
+def test_one_process_resumes_the_training_of_two(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(trained("two"), directory)
+    CheckpointDirectory(directory / "checkpoints").files()[0].unlink()  # before the last validation
+    done = command("train", directory, "--resume", "--accelerator", "cpu")
     assert done.returncode == 0, done.stderr
-    one, two = (load_file(CheckpointDirectory(run / "checkpoints").files()[0]) for run in (place, trained("two")))
+    one, two = (load_file(CheckpointDirectory(run / "checkpoints").files()[0]) for run in (directory, trained("two")))
     assert all(torch.equal(one[key], two[key]) for key in two)
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_of_one_process_is_printed_and_ends_the_others(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "mine" / name).mkdir(parents=True)
         for k in range(30):
@@ -123,7 +123,7 @@ def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> 
     options = ("--model", "tiny-16", "--epochs", 3, "--batch-size", 42, "--val-size", 9, "--test-size", 10)
     done = command("train", "--data", f"folder:{tmp_path}/mine", *options, *TWO, "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert "broken.png cannot be read as a picture" in done.stderr
+    assert "broken.png cannot be read as an image" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
 
@@ -132,6 +132,6 @@ def test_an_error_of_one_process_is_said_and_ends_the_others(tmp_path: Path) -> 
 def test_more_processes_than_a_batch_has_parts_is_refused_by_one_line(tmp_path: Path) -> None:
     done = command("train", *DIGITS, "--devices", "2", "--batch-size", "51", "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert "`batch_size` 51 must be a multiple of 2 processes x 1 parts" in done.stderr
+    assert "`batch_size` must be a multiple of 2 processes x 1 parts, but got 51" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,1 +1,1 @@
-"""Training: recipes, the loop, and heads on a frozen backbone."""
+"""Training: recipes, the training loop, and head training on a frozen backbone."""

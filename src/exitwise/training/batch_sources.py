@@ -1,4 +1,4 @@
-"""Where training batches come from: our own data sets, anybody's `Dataset`, or any loader of (images, labels)."""
+"""Sources of training batches: datasets of `exitwise.data`, any `Dataset`, or any loader of (images, labels)."""
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -10,26 +10,35 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import derive_generator, derive_seed
-from exitwise.data.batches import Batches, MicroBatches, Shuffled
-from exitwise.data.images import Pictures
+from exitwise.data.batches import Batches, MicroBatches, TrainBatches
+from exitwise.data.images import ImageDataset
 from exitwise.training.recipes import Recipe
 
 
 class BatchSource(Protocol):
-    """Batches of an epoch, from any batch on, each cut into equal parts of which a process gets some."""
+    """Reproducible training batches, each divided into equal micro-batches that the ranks share."""
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         ...
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]: ...
+    def epoch(self, epoch: int, start: int = 0, parts: int = 1, own_parts: range = range(1)) -> Iterator[MicroBatches]:
+        """Yield the batches of an epoch from batch `start` on, each as this rank's micro-batches.
+
+        Args:
+            epoch: The epoch, from 0.
+            start: Number of batches to skip.
+            parts: Number of equal micro-batches per batch, over all ranks.
+            own_parts: Indices of this rank's micro-batches.
+        """
+        ...
 
 
 def as_batch_source(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> BatchSource:
-    """Batches from whatever was given."""
+    """Return a source of batches from a dataset or a loader of (images, labels); a loader gives its own batches."""
     if hasattr(train, "pixels_of"):
-        pictures: Pictures = train
-        return Shuffled(pictures, recipe.batch_size, recipe.augmentation, seed, workers)
+        images: ImageDataset = train
+        return TrainBatches(images, recipe.batch_size, recipe.augmentation, seed, workers)
     if isinstance(train, Dataset) and isinstance(train, Sized):
         return DatasetSource(train, recipe.batch_size, seed)
     if isinstance(train, Iterable) and isinstance(train, Sized):
@@ -37,25 +46,25 @@ def as_batch_source(train: Any, recipe: Recipe, seed: int, workers: int = 0) -> 
             raise InputError("`train` gave no batches")
         return LoaderSource(train, seed)
     raise InputError(
-        f"`train` must be a data set or a loader of (images, labels) that has a length, but got {type(train).__name__}"
+        f"`train` must be a dataset or a loader of (images, labels) that has a length, but got {type(train).__name__}"
     )
 
 
 def as_eval_loader(val: Any, batch_size: int, workers: int = 0) -> Iterable[Any]:
-    """Batches for validation from whatever was given."""
+    """Return batches for validation, in order, from a dataset or a loader of (images, labels)."""
     if hasattr(val, "pixels_of"):
-        pictures: Pictures = val
-        return Batches(pictures, batch_size, workers)
+        images: ImageDataset = val
+        return Batches(images, batch_size, workers)
     if isinstance(val, Dataset) and not isinstance(val, IterableDataset):
         return DataLoader(val, batch_size=batch_size)
     if isinstance(val, Iterable):
         return val
-    raise InputError(f"`val` must be a data set or a loader of (images, labels), but got {type(val).__name__}")
+    raise InputError(f"`val` must be a dataset or a loader of (images, labels), but got {type(val).__name__}")
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetSource:
-    """Any `Dataset` of (image, label) with a length, shuffled. Its transforms may use torch's random numbers."""
+    """Shuffled batches of any `Dataset` of (image, label) with a length. Its transforms may draw from torch's RNG."""
 
     dataset: Any
     batch_size: int
@@ -68,18 +77,19 @@ class DatasetSource:
     def __len__(self) -> int:
         return int(len(self.dataset) // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]:
-        order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, number)).tolist()
+    def epoch(self, epoch: int, start: int = 0, parts: int = 1, own_parts: range = range(1)) -> Iterator[MicroBatches]:
+        """Yield the batches of an epoch; an incomplete last batch is dropped."""
+        order = torch.randperm(len(self.dataset), generator=derive_generator(self.seed, epoch)).tolist()
         for batch in range(start, len(self)):
-            torch.manual_seed(derive_seed(self.seed, number, batch))
-            where = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            images, labels = default_collate([self.dataset[position] for position in where])[:2]
-            yield _cut(images, labels, parts, mine)
+            torch.manual_seed(derive_seed(self.seed, epoch, batch))
+            positions = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            images, labels = default_collate([self.dataset[position] for position in positions])[:2]
+            yield _split_batch(images, labels, parts, own_parts)
 
 
 @dataclass(frozen=True, eq=False)
 class LoaderSource:
-    """Any loader with a length. Torch's random numbers are seeded at every epoch, which fixes a DataLoader's order."""
+    """Batches of any loader with a length. Torch's RNG is seeded for every epoch, which fixes a DataLoader's order."""
 
     loader: Any
     seed: int
@@ -87,24 +97,26 @@ class LoaderSource:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def epoch(self, number: int, start: int = 0, parts: int = 1, mine: range = range(1)) -> Iterator[MicroBatches]:
-        seed = derive_seed(self.seed, number)
+    def epoch(self, epoch: int, start: int = 0, parts: int = 1, own_parts: range = range(1)) -> Iterator[MicroBatches]:
+        """Yield the loader's batches of an epoch."""
+        seed = derive_seed(self.seed, epoch)
         torch.manual_seed(seed)
         sampler = getattr(self.loader, "sampler", None)
         for owner in (self.loader, sampler):
-            if isinstance(own := getattr(owner, "generator", None), torch.Generator):
-                own.manual_seed(seed)
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
         for images, labels, *_ in islice(self.loader, start, None):
-            state = torch.get_rng_state()  # the loader's, whatever the training step draws meanwhile
-            yield _cut(images, labels, parts, mine)
+            state = torch.get_rng_state()  # the training step's own draws must not change the loader's
+            yield _split_batch(images, labels, parts, own_parts)
             torch.set_rng_state(state)
 
 
-def _cut(images: Any, labels: Any, parts: int, mine: range) -> MicroBatches:
+def _split_batch(images: Any, labels: Any, parts: int, own_parts: range) -> MicroBatches:
+    """Split a batch into `parts` equal micro-batches and return those of this rank."""
     if parts == 1:
         return [(images, labels)]
     if len(labels) % parts:
         raise InputError(f"a batch of {len(labels)} cannot be cut into {parts} equal parts")
-    share = len(labels) // parts
-    slices = [slice(part * share, (part + 1) * share) for part in mine]
-    return [(images[where], labels[where]) for where in slices]
+    size = len(labels) // parts
+    slices = [slice(part * size, (part + 1) * size) for part in own_parts]
+    return [(images[rows], labels[rows]) for rows in slices]

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: written whole or not at all, the newest two kept, a damaged one passed over."""
+"""Checkpoints of a training: written atomically; the newest two are kept, damaged ones are skipped."""
 
 import logging
 from collections.abc import Mapping
@@ -13,66 +13,76 @@ from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError
 
 FORMAT, VERSION = "exitwise.checkpoint", 1
-_KEPT = 2
+_MAX_FILES = 2
 
 _log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The folder `checkpoints` of a run; a file's name says where in the training it was made."""
+    """Folder `checkpoints` of a run. A file is named after the epochs and batches that are done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def files(self) -> list[Path]:
-        """Newest first."""
+        """Return the checkpoint files, newest first."""
         return sorted(self.folder.glob("[0-9]*-[0-9]*.safetensors"), reverse=True)
 
     def newest(self) -> Path | None:
+        """Return the newest checkpoint file, None if there is none."""
         return next(iter(self.files()), None)
 
     def last_good_hint(self) -> str:
-        """Where to go on from after an error."""
-        last = self.newest()
-        return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        """Return the end of an error message: the checkpoint from which training can be resumed."""
+        newest = self.newest()
+        return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
     def save(self, epoch: int, batch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write one, then remove all but the newest two."""
+        """Write a checkpoint, then remove all but the newest two.
+
+        Args:
+            epoch: Completed epochs.
+            batch: Batches done in the current epoch.
+            tensors: Weights and momentum by name.
+            state: JSON-serializable settings and progress.
+        """
         file = self.folder / f"{epoch:05d}-{batch:07d}.safetensors"
         header = {"state": dict(state), "digest": _digest(tensors)}
         tensorfiles.write(file, tensors, FORMAT, VERSION, header)
-        for old in self.files()[_KEPT:]:
-            old.unlink(missing_ok=True)
+        for old_file in self.files()[_MAX_FILES:]:
+            old_file.unlink(missing_ok=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and state of the newest whole checkpoint; a damaged one is passed over with a warning."""
+        """Return tensors and state of the newest intact checkpoint; damaged ones are skipped with a warning."""
         files = self.files()
         if not files:
-            raise InputError(f"{self.folder} holds no checkpoint to go on from")
+            raise InputError(f"{self.folder} holds no checkpoint to resume from")
         problems: dict[Path, str] = {}
         for file in files:
             try:
-                found = tensorfiles.load(file, FORMAT, VERSION, _checked)
+                checkpoint = tensorfiles.load(file, FORMAT, VERSION, _check_contents)
             except InputError as error:
                 problems[file] = str(error)
                 continue
             for damaged, problem in problems.items():
-                _log.warning("%s; going on from the checkpoint before it, %s", problem, file.name)
-                damaged.unlink(missing_ok=True)  # or it would count as one of the newest two
-            return found
-        raise InputError(f"no checkpoint in {self.folder} is whole: {problems[files[0]]}")
+                _log.warning("%s; resuming from the checkpoint before it, %s", problem, file.name)
+                damaged.unlink(missing_ok=True)  # otherwise it would count as one of the newest two
+            return checkpoint
+        raise InputError(f"no checkpoint in {self.folder} is intact: {problems[files[0]]}")
 
 
-def _checked(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _check_contents(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and state; raise InputError if the tensors do not match their digest."""
     if metadata["digest"] != _digest(tensors):
         raise InputError("its contents have changed since it was written")
     state = metadata["state"]
     if not isinstance(state, dict):
-        raise InputError("its state is no mapping")
+        raise InputError(f"`state` must be a mapping, but is a {type(state).__name__}")
     return tensors, state
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the names and bytes of all tensors."""
     digest = blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""Training heads alone: the backbone and its statistics stay as they are, bit for bit."""
+"""Head training on a frozen backbone, whose weights and BatchNorm statistics stay the same bit for bit."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from exitwise.core import distributed
+from exitwise.core.checks import check_bool
 from exitwise.core.errors import InputError
 from exitwise.core.nested import map_tensors
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.training.frozen_features import Cache, CachedFeatures, RecomputedFeatures, make_head_data
 from exitwise.training.history import EpochRecord, History
-from exitwise.training.loop import TrainingCallback
+from exitwise.training.loop import TrainingCallback, resolve_former_name
 from exitwise.training.recipes import HeadRecipe
 from exitwise.training.trainable_head import TrainableHead
 
-_SOME = 1024  # samples, about, that tell how features are spread
+_STATISTICS_SAMPLES = 1024  # about this many training samples give the mean and deviation of features
 
 
 def train_heads(
@@ -35,164 +36,205 @@ def train_heads(
     weight_decay: float = HeadRecipe.weight_decay,
     distill: float = HeadRecipe.distill,
     temperature: float = HeadRecipe.temperature,
-    last: bool = False,
+    train_last: bool | None = None,
     cache: Cache = "auto",
     seed: int = 0,
     workers: int = 0,
+    callback: TrainingCallback | None = None,
+    last: bool | None = None,
     watcher: TrainingCallback | None = None,
 ) -> History:
-    """Train the heads of a net in place, all but the last one, which is the trained net's own; or it too with `last`.
+    """Train the heads of a net in place with AdamW; stages, and by default the last head, stay as they are.
 
-    `train` and `val` are data sets of ours, any `Dataset` of (input, label), or loaders of inputs (m, ...) and labels
-    (m,), whole numbers in 0..c-1; of `train` no augmentation is wanted. The backbone runs once, in evaluation, and what
-    the heads read is kept in memory; where that takes more than 2 GB (or with `cache=False`) it runs in every epoch, on
-    a loader's own batches. Each head ends with the weights of the epoch in which its own validation accuracy was best,
-    which `History.kept` (K,) names.
+    The backbone runs once, in evaluation mode, and its features are cached in memory. If they take more than 2 GB (or
+    with `cache=False`), it runs in every epoch instead, on a loader's own batches. Each head ends with the weights of
+    the epoch in which its own validation accuracy was best.
 
     A head's loss is its cross-entropy; with `distill` d and temperature T it is (1 - d) of that plus
     d T^2 KL(last exit || head), both softmaxes at T.
+
+    Args:
+        net: The net whose heads are trained, in any mode and on any device.
+        train: Training data without augmentation: a dataset of `ew.data`, any `Dataset` of (input, label), or a loader
+            of inputs (m, ...) and labels (m,) that has a length. Labels are whole numbers in 0..c-1.
+        val: Validation data of the same kinds; a loader needs no length.
+        epochs: Number of epochs.
+        batch_size: Samples per batch, unless a loader gives its own batches and features are not cached.
+        lr: First learning rate; it falls to 0 along half a cosine.
+        weight_decay: Weight decay of AdamW.
+        distill: Weight of distillation from the last exit, from 0 to 1.
+        temperature: Temperature T of distillation.
+        train_last: Also train the last head; False if not given.
+        cache: True caches the features, False recomputes them in every epoch, "auto" caches up to 2 GB.
+        seed: Seed for data order, new weights and dropout.
+        workers: Processes that decode image files of datasets of `ew.data`; 0 decodes in the training process.
+        callback: Object whose hooks are called as training proceeds, see `exitwise.training.loop.TrainingCallback`.
+        last: Former name of `train_last`.
+        watcher: Former name of `callback`.
+
+    Returns:
+        Learning rate, losses, accuracies (K,) and speed of every epoch. `history.kept` (K,) has the epoch of each
+        head's weights, 0 for a head that was not trained.
+
+    Raises:
+        InputError: An argument is invalid, a head shares weights with another part of the net, there are several
+            processes, or a loss became non-finite.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import torch
+        >>> dataset = torch.utils.data.TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 10)
+        >>> net = ew.models.msdnet("tiny-8")
+        >>> history = ew.train_heads(net, dataset, dataset, epochs=2)
+        >>> len(history.epochs), len(history.kept), history.kept[-1]
+        (2, 3, 0)
     """
     recipe = HeadRecipe(epochs, batch_size, lr, weight_decay, distill, temperature)
-    _check(net, recipe, last, cache)
-    as_generator(seed)  # refuses what is no seed
-    heads = net.exits if last else net.exits[:-1]
-    learners = [TrainableHead(head) for head in heads]
+    callback = resolve_former_name("callback", callback, "watcher", watcher) or TrainingCallback()
+    given = resolve_former_name("train_last", train_last, "last", last)
+    train_last = given is not None and check_bool("train_last" if last is None else "last", given)
+    _check_arguments(net, recipe, train_last, cache)
+    as_generator(seed)  # raises InputError if the seed is invalid
+    heads = [TrainableHead(head) for head in (net.exits if train_last else net.exits[:-1])]
     device = next(net.parameters()).device
-    watcher = watcher or TrainingCallback()
     cuda = [device.index] if device.type == "cuda" else []
     with preserve_training_mode(net), torch.random.fork_rng(devices=cuda):
         net.eval()
         torch.manual_seed(derive_seed(seed))
-        data = make_head_data(net, learners, train, val, recipe, seed, cache, workers, watcher.on_features)
+        data = make_head_data(net, heads, train, val, recipe, seed, cache, workers, callback.on_features)
         try:
-            rows = list(_HeadTraining(learners, data, recipe, seed, device, watcher).epochs())
+            rows = list(_HeadTraining(heads, data, recipe, seed, device, callback).epochs())
         finally:
-            for learner in learners:
-                learner.restore_best()
-    kept = tuple(learner.epoch for learner in learners)
-    return History(tuple(rows), kept if last else (*kept, 0))
+            for head in heads:
+                head.restore_best()
+    kept = tuple(head.best_epoch for head in heads)
+    return History(tuple(rows), kept if train_last else (*kept, 0))
 
 
-def _check(net: Any, recipe: HeadRecipe, last: Any, cache: Any) -> None:
-    """Refuse what can be seen to be wrong at once."""
+def _check_arguments(net: Any, recipe: HeadRecipe, train_last: bool, cache: Any) -> None:
+    """Raise InputError for arguments that are invalid whatever the data are."""
     if not isinstance(net, MultiExitNet):
         raise InputError(f"`net` must be a MultiExitNet, but got {type(net).__name__}")
-    if not isinstance(last, bool):
-        raise InputError(f"`last` must be true or false, but got {last!r}")
     if not isinstance(cache, bool) and cache != "auto":
-        raise InputError(f"`cache` must be 'auto', true or false, but got {cache!r}")
+        raise InputError(f"`cache` must be 'auto', True or False, but got {cache!r}")
     if distributed.world_size() > 1:
-        raise InputError("heads are trained by one process, but there are several")
-    if len(net.exits) == 1 and not last:
-        raise InputError("`net` has one exit, which is the last: `last=True` trains it, or attach exits before it")
-    if last and recipe.distill:
-        raise InputError("`distill` has the last exit as its teacher, which cannot learn at the same time as `last`")
-    learning = {f"heads.{k}" for k in range(len(net.exits) if last else len(net.exits) - 1)}
+        raise InputError(f"heads must be trained in one process, but there are {distributed.world_size()}")
+    if len(net.exits) == 1 and not train_last:
+        raise InputError("`net` has only the last exit: pass `train_last=True` to train it, or attach earlier exits")
+    if train_last and recipe.distill:
+        raise InputError("`distill` needs a fixed last exit as the teacher, so its head cannot be trained as well")
+    _check_shared_weights(net, len(net.exits) if train_last else len(net.exits) - 1)
+
+
+def _check_shared_weights(net: MultiExitNet, num_heads: int) -> None:
+    """Raise InputError if one of the first `num_heads` heads shares a parameter with another part of the net."""
+    trained = {f"heads.{k}" for k in range(num_heads)}
     owners: dict[int, tuple[str, str]] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         owner = "stages" if name.startswith("stages.") else ".".join(name.split(".")[:2])
-        other, first = owners.setdefault(id(parameter), (owner, name))
-        if other != owner and {owner, other} & learning:
-            raise InputError(f"{name} is the same as {first}: a head that shares weights cannot learn alone")
+        first_owner, first_name = owners.setdefault(id(parameter), (owner, name))
+        if first_owner != owner and {owner, first_owner} & trained:
+            raise InputError(
+                f"{name} is the same parameter as {first_name}: a head that shares weights cannot be trained separately"
+            )
 
 
 class _HeadTraining:
-    """Heads, what they learn from, and how."""
+    """AdamW on the heads' losses, with per-head selection of the best epoch."""
 
     def __init__(
         self,
-        learners: Sequence[TrainableHead],
+        heads: Sequence[TrainableHead],
         data: CachedFeatures | RecomputedFeatures,
         recipe: HeadRecipe,
         seed: int,
         device: torch.device,
-        watcher: TrainingCallback,
+        callback: TrainingCallback,
     ) -> None:
-        self._learners, self._data, self._recipe, self._seed = learners, data, recipe, seed
-        self._device, self._watcher = device, watcher
+        self._heads, self._data, self._recipe, self._seed = heads, data, recipe, seed
+        self._device, self._callback = device, callback
         self._schedule = recipe.to_recipe()
-        inputs, labels = self._some()
-        torch.manual_seed(derive_seed(seed))  # whatever was drawn on the way
-        parameters = [p for learner, each in zip(learners, inputs, strict=True) for p in learner.start(each, labels)]
+        inputs, labels = self._first_samples()
+        torch.manual_seed(derive_seed(seed))  # new weights must not depend on what the loader has drawn
+        parameters = [p for head, x in zip(heads, inputs, strict=True) for p in head.start(x, labels)]
         fused = device.type in ("cpu", "cuda")
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
 
     def epochs(self) -> Iterator[EpochRecord]:
-        """Each epoch's figures, when it is done."""
-        self._watcher.on_train_start(self._recipe.epochs, len(self._data), History(()))
+        """Train; yield the record of each epoch when it is done."""
+        self._callback.on_train_start(self._recipe.epochs, len(self._data), History(()))
         for epoch in range(self._recipe.epochs):
             start = time.monotonic()
-            loss, speed = self._train(epoch)
+            loss, speed = self._train_epoch(epoch)
             top1, val_loss = self._validate(epoch)
-            better = [
-                learner.keep_if_best(value, epoch + 1) for learner, value in zip(self._learners, top1, strict=False)
-            ]
+            improved = [head.keep_if_best(value, epoch + 1) for head, value in zip(self._heads, top1, strict=False)]
             lr = self._schedule.lr_at(epoch, 1 - 1 / len(self._data))
             row = EpochRecord(epoch + 1, lr, loss, val_loss, top1, speed, time.monotonic() - start)
-            self._watcher.on_epoch_end(row, any(better))
+            self._callback.on_epoch_end(row, any(improved))
             yield row
 
-    def _some(self) -> tuple[list[Any], Tensor]:
-        """What each head reads of some samples, and their labels."""
-        several = max(1, _SOME // self._recipe.batch_size)
-        read = [self._here((inputs, labels)) for inputs, _, labels in islice(self._data.epoch(0), several)]
-        joined: tuple[list[Any], Tensor] = map_tensors(lambda *parts: torch.cat(parts), *read)
+    def _first_samples(self) -> tuple[list[Any], Tensor]:
+        """Return inputs of each head and labels of about `_STATISTICS_SAMPLES` samples."""
+        batches = islice(self._data.epoch(0), max(1, _STATISTICS_SAMPLES // self._recipe.batch_size))
+        samples = [self._to_device((inputs, labels)) for inputs, _, labels in batches]
+        joined: tuple[list[Any], Tensor] = map_tensors(lambda *tensors: torch.cat(tensors), *samples)
         return joined
 
-    def _here(self, seen: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self._device), seen)
+    def _to_device(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self._device), batch)
 
-    def _train(self, epoch: int) -> tuple[float, float]:
-        """The mean of the summed losses, and samples per second."""
+    def _train_epoch(self, epoch: int) -> tuple[float, float]:
+        """Train for one epoch; return the mean of the summed losses and the samples per second."""
         total, samples, batches, start = 0.0, 0, len(self._data), time.monotonic()
-        for number, seen in enumerate(self._data.epoch(epoch)):
-            inputs, said, labels = self._here(seen)
+        for index, batch in enumerate(self._data.epoch(epoch)):
+            inputs, teacher_logits, labels = self._to_device(batch)
             for group in self._optimizer.param_groups:
-                group["lr"] = self._schedule.lr_at(epoch, number / batches)
-            torch.manual_seed(derive_seed(self._seed, epoch, number))
-            logits = [learner.logits(each) for learner, each in zip(self._learners, inputs, strict=True)]
-            losses = torch.stack([head_loss(each, labels, said, self._recipe) for each in logits])
-            total += self._finite(losses.detach(), f"epoch {epoch + 1}, batch {number + 1}")
+                group["lr"] = self._schedule.lr_at(epoch, index / batches)
+            torch.manual_seed(derive_seed(self._seed, epoch, index))
+            logits = [head.logits(x) for head, x in zip(self._heads, inputs, strict=True)]
+            losses = torch.stack([head_loss(z, labels, teacher_logits, self._recipe) for z in logits])
+            total += self._sum_finite(losses.detach(), f"epoch {epoch + 1}, batch {index + 1}")
             self._optimizer.zero_grad()
             losses.sum().backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             samples += len(labels)
             speed = samples / (time.monotonic() - start)
-            left = (self._recipe.epochs - epoch) * batches - number - 1
-            self._watcher.on_batch_end(epoch, number + 1, speed, left * samples / (number + 1) / speed)
+            remaining = (self._recipe.epochs - epoch) * batches - index - 1
+            self._callback.on_batch_end(epoch, index + 1, speed, remaining * samples / (index + 1) / speed)
         return total / batches, speed
 
     def _validate(self, epoch: int) -> tuple[tuple[float, ...], float]:
-        """Top-1 of every exit, and the mean of the summed cross-entropies of those that learn."""
-        for learner in self._learners:
-            learner.sync()
-        right, total, samples = torch.zeros(()), 0.0, 0
-        for seen in self._data.val():
-            inputs, said, labels = self._here(seen)
-            logits = [learner.head_logits(each) for learner, each in zip(self._learners, inputs, strict=True)]
-            losses = torch.stack([cross_entropy(each, labels) for each in logits])
-            total += self._finite(losses, f"the validation of epoch {epoch + 1}") * len(labels)
-            answers = logits if said is None else [*logits, said]
-            right = right + torch.stack([(each.argmax(1) == labels).sum() for each in answers]).cpu()
+        """Return the top-1 accuracy of every exit and the mean of the trained heads' summed cross-entropies."""
+        for head in self._heads:
+            head.sync()
+        correct, total, samples = torch.zeros(()), 0.0, 0
+        for batch in self._data.val():
+            inputs, last_logits, labels = self._to_device(batch)
+            logits = [head.head_logits(x) for head, x in zip(self._heads, inputs, strict=True)]
+            losses = torch.stack([cross_entropy(z, labels) for z in logits])
+            total += self._sum_finite(losses, f"the validation of epoch {epoch + 1}") * len(labels)
+            all_logits = logits if last_logits is None else [*logits, last_logits]
+            correct = correct + torch.stack([(z.argmax(1) == labels).sum() for z in all_logits]).cpu()
             samples += len(labels)
-        return tuple((right.double() / samples).tolist()), total / samples
+        return tuple((correct.double() / samples).tolist()), total / samples
 
-    def _finite(self, losses: Tensor, where: str) -> float:
-        """The sum of the heads' losses, refused if one is no number."""
+    def _sum_finite(self, losses: Tensor, where: str) -> float:
+        """Return the sum of the heads' losses; raise InputError if one is non-finite."""
         for k, value in enumerate(losses.tolist()):
             if not isfinite(value):
                 raise InputError(
                     f"the loss of exit {k + 1} became {value} in {where}: "
-                    f"lower `lr`, or look for inputs that are not finite"
+                    f"lower `lr`, or check the inputs for values that are not finite"
                 )
         return float(losses.sum())
 
 
-def head_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, recipe: HeadRecipe) -> Tensor:
-    """Of one head's logits (n, c), given the last exit's."""
-    own = cross_entropy(logits, labels)
-    if teacher is None or not recipe.distill:
-        return own
+def head_loss(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, recipe: HeadRecipe) -> Tensor:
+    """Return the loss of a head's logits (n, c): cross-entropy, and distillation from the last exit's logits (n, c)."""
+    own_loss = cross_entropy(logits, labels)
+    if teacher_logits is None or not recipe.distill:
+        return own_loss
     T = recipe.temperature
-    learned = kl_div((logits / T).log_softmax(1), (teacher / T).log_softmax(1), log_target=True, reduction="batchmean")
-    return (1 - recipe.distill) * own + recipe.distill * T**2 * learned
+    student, teacher = (logits / T).log_softmax(1), (teacher_logits / T).log_softmax(1)
+    divergence = kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return (1 - recipe.distill) * own_loss + recipe.distill * T**2 * divergence

@@ -1,7 +1,7 @@
-"""The training loop: the sum of the exits' losses, a checkpoint at every epoch, the best net kept.
+"""Training loop: minimize the sum of the exits' losses, write a checkpoint after every epoch, keep the best weights.
 
-Data order, augmentation and dropout follow from the seed, the epoch and the batch alone, and the learning rate from the
-recipe. So a checkpoint of weights and momentum is all it takes to go on bit for bit, from any batch.
+Data order, augmentation and dropout depend only on the seed, the epoch and the batch, and the learning rate only on the
+recipe. A checkpoint of weights and momentum is therefore enough to resume bit for bit, from any batch.
 """
 
 import logging
@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import AllRanksError, InputError, first_line
 from exitwise.core.files import remove_partial_files
 from exitwise.core.seeds import as_generator, derive_seed
@@ -39,34 +40,48 @@ if TYPE_CHECKING:
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing holds a run there
+except ImportError:  # Windows: runs are not locked there
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
-_WORTH_COMPILING = 5000  # batches: compiling takes one or two minutes, and saves about a quarter of the rest
+T = TypeVar("T")
+
+_MIN_BATCHES_TO_COMPILE = 5000  # compiling takes one or two minutes, and saves about a quarter of the remaining time
 
 
 class TrainingInterruptedError(Exception):
-    """A training that was asked to stop, and has written its checkpoint."""
+    """Training was stopped by a signal, after its checkpoint was written.
 
-    def __init__(self, signal_number: int, where: str) -> None:
-        super().__init__(where)
+    Args:
+        signal_number: The signal, such as `signal.SIGTERM`.
+        progress: Epochs and batches that are done, as text.
+    """
+
+    def __init__(self, signal_number: int, progress: str) -> None:
+        super().__init__(progress)
         self.signal_number = signal_number
 
 
 class TrainingCallback:
-    """Told what happens; this one does nothing with it."""
+    """Hooks that a training calls. These do nothing: override those that you need."""
 
-    def on_features(self, split: str, done: int, samples: int | None) -> None: ...
-    def on_train_start(self, epochs: int, batches: int, history: History) -> None: ...
-    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None: ...
-    def on_epoch_end(self, row: EpochRecord, kept: bool) -> None: ...
+    def on_features(self, split: str, done: int, samples: int | None) -> None:
+        """Handle progress of the backbone: features of `done` samples of a split are computed (`train_heads` only)."""
+
+    def on_train_start(self, epochs: int, batches: int, history: History) -> None:
+        """Handle the start: `epochs` of `batches` each; `history` has the epochs that are already done."""
+
+    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
+        """Handle the end of a batch; `epoch` counts from 0, `batch` from 1."""
+
+    def on_epoch_end(self, row: EpochRecord, kept: bool) -> None:
+        """Handle the end of an epoch; `kept` if its weights (with `train_heads`, those of any head) are the best."""
 
 
 @dataclass
 class TrainingState:
-    """Where a training is: so many whole epochs and batches of the next, and what they left."""
+    """Training progress: completed epochs, batches done in the current epoch, running totals."""
 
     epoch: int = 0
     batch: int = 0
@@ -76,10 +91,12 @@ class TrainingState:
     rows: list[EpochRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "TrainingState":
+        """Return the state that `to_dict` described; raise InputError if a field is missing or invalid."""
         try:
             rows = [EpochRecord.from_dict(row) for row in data["rows"]]
             numbers = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
@@ -102,29 +119,63 @@ def train(
     compile: bool = False,
     workers: int = 0,
     checkpoint_minutes: float = 10.0,
+    callback: TrainingCallback | None = None,
     watcher: TrainingCallback | None = None,
 ) -> History:
-    """Train a net in place, and leave in the folder `out` its best weights, its history and checkpoints.
+    """Train a net in place; write its best weights, its history and checkpoints to the folder `out`.
 
-    `train` and `val` are data sets of ours, any `Dataset` of (image, label), labels being whole numbers in 0..c-1, or
-    loaders of images (m, ...) and labels (m,), which give their own batches and of which `train` must have a length.
-    The net ends with the weights of the epoch whose validation accuracy at the last exit was best. With `resume` it
-    goes on from the newest whole checkpoint in `out`. `accumulate` cuts every batch into that many parts, one after the
-    other, and steps once for all of them.
+    The loss is the sum of the exits' cross-entropies. Afterwards the net has the weights of the epoch with the best
+    validation accuracy at the last exit.
+
+    Args:
+        net: The net to train.
+        train: Training data: a dataset of `ew.data`, any `Dataset` of (image, label) with a length, or a loader of
+            images (m, ...) and labels (m,) with a length, which gives its own batches. Labels are whole numbers in
+            0..c-1.
+        val: Validation data of the same kinds; a loader needs no length.
+        recipe: Epochs, batch size and learning rates, or the name of a recipe in `RECIPES`.
+        out: Folder for `net.safetensors`, `history.csv` and `checkpoints/`.
+        seed: Seed for data order, augmentation and dropout.
+        resume: Continue from the newest intact checkpoint in `out`, bit for bit.
+        machine: Devices, processes and precision; by default one process, on a GPU if there is one.
+        accumulate: Number of equal parts into which a process splits its share of every batch. They are computed one
+            after the other, with one optimizer step for all of them, to save memory.
+        compile: Use `torch.compile`, which needs a C++ compiler.
+        workers: Processes that decode image files of datasets of `ew.data`; 0 decodes in the training process.
+        checkpoint_minutes: Write a checkpoint after this many minutes, besides those of every epoch.
+        callback: Object whose hooks are called as training proceeds, see `exitwise.training.loop.TrainingCallback`.
+        watcher: Former name of `callback`.
+
+    Returns:
+        Learning rate, losses, accuracies (K,) and speed of every epoch. `history.best` is the epoch that was kept.
+
+    Raises:
+        InputError: An argument is invalid, `out` holds a training and `resume` is False, the checkpoint was made with
+            other settings, or the loss became non-finite.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import torch
+        >>> dataset = torch.utils.data.TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 10)
+        >>> net = ew.models.msdnet("tiny-8")
+        >>> recipe = ew.Recipe(epochs=2, batch_size=20, lr=0.05)
+        >>> history = ew.train(net, dataset, dataset, recipe=recipe, out="run", machine=ew.Machine(accelerator="cpu"))
+        >>> [row.epoch for row in history.epochs], len(history.best.val_top1)
+        ([1, 2], 3)
     """
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    as_generator(seed)  # refuses what is no seed
+    callback = resolve_former_name("callback", callback, "watcher", watcher)
+    as_generator(seed)  # raises InputError if the seed is invalid
     folder = Path(out)
-    snapshots = CheckpointDirectory(folder / "checkpoints")
-    if not resume and snapshots.newest() is not None:
-        raise InputError(f"{folder} already holds a training: `resume` goes on with it")
+    if not resume and CheckpointDirectory(folder / "checkpoints").newest() is not None:
+        raise InputError(f"{folder} already holds a training: pass `resume=True` to continue it")
     fabric = (machine or Machine()).fabric()
     fabric.launch()
     source = as_batch_source(train, recipe, seed, workers)
-    batches = as_eval_loader(val, recipe.batch_size, workers)
-    trainer = Trainer(net, source, batches, recipe, fabric, folder, seed, accumulate, compile)
+    val_loader = as_eval_loader(val, recipe.batch_size, workers)
+    trainer = Trainer(net, source, val_loader, recipe, fabric, folder, seed, accumulate, compile)
     trainer.checkpoint_minutes = checkpoint_minutes
-    trainer.watcher = watcher or TrainingCallback()
+    trainer.callback = callback or TrainingCallback()
     if resume:
         trainer.resume()
     with preserve_training_mode(net):
@@ -133,18 +184,37 @@ def train(
     return history
 
 
+def resolve_former_name(name: str, value: T | None, former_name: str, former_value: T | None) -> T | None:
+    """Return the value of an argument given by its name or by its former name, None if it is not given."""
+    if value is not None and former_value is not None:
+        raise InputError(f"`{former_name}` is the former name of `{name}`: pass only `{name}`")
+    return former_value if value is None else value
+
+
 def can_compile() -> bool:
-    """Whether torch.compile finds the C++ compiler that it needs."""
+    """Return whether the C++ compiler that torch.compile needs is installed."""
     return shutil.which(os.environ.get("CXX") or "g++") is not None
 
 
 def worth_compiling(batches: int) -> bool:
-    """Whether a training of so many batches gains from torch.compile, and this machine can compile."""
-    return batches >= _WORTH_COMPILING and can_compile()
+    """Return whether a training of `batches` batches gains from torch.compile and this machine can compile."""
+    return batches >= _MIN_BATCHES_TO_COMPILE and can_compile()
 
 
 class Trainer:
-    """One process's part in a training."""
+    """One rank's part of a training.
+
+    Args:
+        net: The net to train, in place.
+        source: Training batches.
+        val: Validation batches (images, labels).
+        recipe: Epochs, batch size and learning rates.
+        fabric: Launched Fabric: devices, ranks, precision.
+        folder: Run directory.
+        seed: Seed for data order, augmentation and dropout.
+        accumulate: Micro-batches per batch and rank.
+        compile: Use torch.compile.
+    """
 
     def __init__(
         self,
@@ -159,26 +229,22 @@ class Trainer:
         compile: bool = False,
     ) -> None:
         self.net, self.source, self.val, self.recipe, self.fabric = net, source, val, recipe, fabric
-        self.folder, self.seed, self.accumulate = folder, seed, accumulate
-        self.snapshots = CheckpointDirectory(folder / "checkpoints")
+        self.folder, self.seed, self.accumulate = folder, seed, check_integer("accumulate", accumulate, 1)
+        self.checkpoints = CheckpointDirectory(folder / "checkpoints")
         self.state = TrainingState()
-        self.watcher = TrainingCallback()
+        self.callback = TrainingCallback()
         self.checkpoint_minutes = 10.0
-        self._tried = False  # whether the net has taken a batch
-        if accumulate < 1:
-            raise InputError(f"`accumulate` must be at least 1, but got {accumulate}")
+        self._has_run = False  # whether a forward pass of the net has succeeded
         if compile and not can_compile():
-            raise AllRanksError(
-                "torch.compile needs a C++ compiler, and there is none: install g++, or name one by CXX"
-            )
-        self._parts = fabric.world_size * accumulate
+            raise AllRanksError("torch.compile needs a C++ compiler, but none was found: install g++, or set CXX")
+        self._parts = fabric.world_size * self.accumulate
         if recipe.batch_size % self._parts:
             raise AllRanksError(
-                f"`batch_size` {recipe.batch_size} must be a multiple of {fabric.world_size} processes x "
-                f"{accumulate} parts, or they could not share a batch evenly"
+                f"`batch_size` must be a multiple of {fabric.world_size} processes x {accumulate} parts, "
+                f"but got {recipe.batch_size}"
             )
-        fast = compile or fabric.device.type == "cuda"  # on a CPU, channels-last alone loses with two threads
-        self._layout = torch.channels_last if fast else torch.contiguous_format
+        fast = compile or fabric.device.type == "cuda"  # on a CPU, channels-last without compiling is slower
+        self._memory_format = torch.channels_last if fast else torch.contiguous_format
         if fast:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._optimizer = torch.optim.SGD(
@@ -190,116 +256,116 @@ class Trainer:
             fused=fabric.device.type in ("cpu", "cuda"),
         )
         module: nn.Module = torch.compile(net) if compile else net  # type: ignore[assignment]
-        self._module, self._stepper = fabric.setup(module, self._optimizer)
+        self._module, self._fabric_optimizer = fabric.setup(module, self._optimizer)
 
     # -- checkpoints
 
     def save(self) -> None:
-        """Weights, momentum and the place in the training. The first process writes, the others wait."""
+        """Write weights, momentum and progress to a checkpoint. Rank 0 writes, the others wait."""
         broken = next((name for name, value in self.net.state_dict().items() if not all_finite(value)), None)
-        if broken:  # the next loss would be no number, and this checkpoint no good one
+        if broken:  # the next loss would be non-finite, and a checkpoint of these weights useless
             where = f"epoch {self.state.epoch + 1}, batch {self.state.batch}"
-            raise AllRanksError(f"{broken} is not finite any more after {where}; {self.snapshots.last_good_hint()}")
-        distributed.run_on_rank_zero(self._write)
+            raise AllRanksError(f"{broken} is not finite any more after {where}; {self.checkpoints.last_good_hint()}")
+        distributed.run_on_rank_zero(self._write_checkpoint)
 
-    def _write(self) -> None:
+    def _write_checkpoint(self) -> None:
         tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
         for name, parameter in self.net.named_parameters():
             momentum = self._optimizer.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 tensors[f"momentum.{name}"] = momentum
-        made_by = {"recipe": self.recipe.to_dict(), "seed": self.seed, "parts": self._parts}
+        settings = {"recipe": self.recipe.to_dict(), "seed": self.seed, "parts": self._parts}
         precision = self.fabric.strategy.precision.state_dict()
-        state = {**self.state.to_dict(), **made_by, "precision": precision}
-        self.snapshots.save(self.state.epoch, self.state.batch, tensors, state)
+        state = {**self.state.to_dict(), **settings, "precision": precision}
+        self.checkpoints.save(self.state.epoch, self.state.batch, tensors, state)
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint."""
-        self.restore(*distributed.run_on_rank_zero(self.snapshots.load))
-        kept = self.folder / "net.safetensors"
-        if self.state.rows and not kept.is_file():
-            raise AllRanksError(f"{kept} is gone, and with it the best net so far: it has to be trained anew")
+        """Restore the newest intact checkpoint."""
+        self.restore(*distributed.run_on_rank_zero(self.checkpoints.load))
+        best_weights = self.folder / "net.safetensors"
+        if self.state.rows and not best_weights.is_file():
+            raise AllRanksError(f"{best_weights} is missing, so the best weights are lost: start a new training run")
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """What `save` wrote, into this trainer, whole or not at all."""
-        found = TrainingState.from_dict(state)
-        asked = {"recipe": self.recipe, "seed": self.seed, "parts": self._parts}
-        made_by = {**state, "recipe": Recipe.from_dict(state.get("recipe"))}
-        for name, value in asked.items():
-            if made_by.get(name) != value:
-                words = {"parts": "number of processes times parts per batch"}.get(name, name)
-                raise AllRanksError(
-                    f"the checkpoint is of a training with another {words}, and cannot go on with this one"
-                )
+        """Restore the tensors and the state that `save` wrote. Nothing changes if they do not match this trainer."""
+        training_state = TrainingState.from_dict(state)
+        expected = {"recipe": self.recipe, "seed": self.seed, "parts": self._parts}
+        saved = {**state, "recipe": Recipe.from_dict(state.get("recipe"))}
+        for name, value in expected.items():
+            if saved.get(name) != value:
+                quantity = {"parts": "number of processes times parts per batch"}.get(name, name)
+                raise AllRanksError(f"the checkpoint was made with another {quantity}, so it cannot be resumed here")
         weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
-        ours = self.net.state_dict()
-        if {name: value.shape for name, value in ours.items()} != {n: v.shape for n, v in weights.items()}:
-            raise AllRanksError("the checkpoint is of another net")
+        shapes = {name: value.shape for name, value in self.net.state_dict().items()}
+        if shapes != {name: value.shape for name, value in weights.items()}:
+            raise AllRanksError("the checkpoint is of another net: names or shapes of its weights differ")
         self.net.load_state_dict(weights)
         for name, parameter in self.net.named_parameters():
             if f"momentum.{name}" in tensors:
                 momentum = torch.empty_like(parameter, requires_grad=False).copy_(tensors[f"momentum.{name}"])
                 self._optimizer.state[parameter]["momentum_buffer"] = momentum
         self.fabric.strategy.precision.load_state_dict(dict(state.get("precision") or {}))
-        self.state = found
+        self.state = training_state
 
     # -- the loop
 
     def run(self) -> History:
-        """Train to the end, or until told to stop."""
+        """Train until the last epoch is done; raise TrainingInterruptedError after a signal."""
         try:
             return self._run()
-        except OSError as error:  # a full disk, a data set that went away
-            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise InputError(f"{what}; {self.snapshots.last_good_hint()}") from None
+        except OSError as error:  # such as a full disk, or a dataset that became unreadable
+            problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise InputError(f"{problem}; {self.checkpoints.last_good_hint()}") from None
 
     def _run(self) -> History:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
-        with _exclusive_lock(self.folder), _stop_signals() as asked, torch.random.fork_rng(devices=cuda):
-            self.watcher.on_train_start(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
-            if distributed.broadcast_object(self.snapshots.newest() is None):
+        with _exclusive_lock(self.folder), _stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
+            self.callback.on_train_start(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
+            if distributed.broadcast_object(self.checkpoints.newest() is None):
                 self.save()
             while self.state.epoch < self.recipe.epochs:
-                self._train_epoch(asked)
-                self._finish_epoch(asked)
+                self._train_epoch(stop_signals)
+                self._finish_epoch(stop_signals)
         history = History(tuple(self.state.rows))
         if distributed.rank() == 0:
             history.save(self.folder / "history.csv")
         return history
 
-    def _train_epoch(self, asked: list[int]) -> None:
+    def _train_epoch(self, stop_signals: list[int]) -> None:
+        """Train on the batches of the current epoch that are not done yet."""
         state, batches, rank = self.state, len(self.source), distributed.rank()
         if state.batch >= batches:
             return
         self._module.train()
-        mine = range(rank * self.accumulate, (rank + 1) * self.accumulate)
-        begun, saved, first = time.monotonic() - state.seconds, time.monotonic(), state.batch
-        clock = time.monotonic()
-        for parts in self.source.epoch(state.epoch, state.batch, self._parts, mine):
+        own_parts = range(rank * self.accumulate, (rank + 1) * self.accumulate)
+        first_batch, loop_start = state.batch, time.monotonic()
+        epoch_start, last_save = loop_start - state.seconds, loop_start
+        for micro_batches in self.source.epoch(state.epoch, state.batch, self._parts, own_parts):
             self._set_lr(state.epoch, state.batch / batches)
-            due = time.monotonic() - saved > 60 * self.checkpoint_minutes
-            loss, stop, save = self._step(parts, bool(asked), due)
+            save_due = time.monotonic() - last_save > 60 * self.checkpoint_minutes
+            loss, stop, save = self._step(micro_batches, bool(stop_signals), save_due)
             state.batch += 1
             state.loss += loss
-            state.seconds = time.monotonic() - begun
+            state.seconds = time.monotonic() - epoch_start
             if stop or (save and state.batch < batches):
                 self.save()
-                saved = time.monotonic()
+                last_save = time.monotonic()
             if stop:
-                raise TrainingInterruptedError(asked[0] if asked else signal.SIGTERM, self._where())
-            speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
-            left = (self.recipe.epochs - state.epoch) * batches - state.batch
-            self.watcher.on_batch_end(state.epoch, state.batch, speed, left * self.recipe.batch_size / speed)
-        state.speed = (state.batch - first) * self.recipe.batch_size / (time.monotonic() - clock)
-        distributed.broadcast_tensors(
-            self.net.buffers()
-        )  # statistics of BatchNorm are per process: all validate the first's
+                signal_number = stop_signals[0] if stop_signals else signal.SIGTERM
+                raise TrainingInterruptedError(signal_number, self._describe_progress())
+            speed = (state.batch - first_batch) * self.recipe.batch_size / (time.monotonic() - loop_start)
+            remaining = (self.recipe.epochs - state.epoch) * batches - state.batch
+            self.callback.on_batch_end(state.epoch, state.batch, speed, remaining * self.recipe.batch_size / speed)
+        state.speed = (state.batch - first_batch) * self.recipe.batch_size / (time.monotonic() - loop_start)
+        # BatchNorm statistics differ between ranks: all validate with those of rank 0.
+        distributed.broadcast_tensors(self.net.buffers())
         self.save()  # validation may be interrupted, too
 
-    def _finish_epoch(self, asked: list[int]) -> None:
+    def _finish_epoch(self, stop_signals: list[int]) -> None:
+        """Validate, record the epoch, and write the history, a checkpoint and perhaps the best weights."""
         state = self.state
         start = time.monotonic()
-        top1, loss = self._validate(asked)
+        top1, loss = self._validate(stop_signals)
         row = EpochRecord(
             epoch=state.epoch + 1,
             lr=self.recipe.lr_at(state.epoch, 1.0 - 1.0 / len(self.source)),
@@ -312,84 +378,85 @@ class Trainer:
         best = History((*state.rows, row)).best is row
         state.rows.append(row)
         state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        distributed.run_on_rank_zero(lambda: self._keep(best))
+        # Before the checkpoint: an epoch that is repeated after an interruption writes the same files again.
+        distributed.run_on_rank_zero(lambda: self._write_results(best))
         self.save()
-        self.watcher.on_epoch_end(row, best)
-        if asked and distributed.world_size() == 1:
-            raise TrainingInterruptedError(asked[0], self._where())
+        self.callback.on_epoch_end(row, best)
+        if stop_signals and distributed.world_size() == 1:
+            raise TrainingInterruptedError(stop_signals[0], self._describe_progress())
 
-    def _keep(self, best: bool) -> None:
-        """Before the checkpoint: an epoch that is done again writes the same net again."""
+    def _write_results(self, best: bool) -> None:
+        """Write the history and, after the best epoch so far, the weights."""
         if best:
             save_checkpoint(self.net, self.folder / "net.safetensors")
         History(tuple(self.state.rows)).save(self.folder / "history.csv")
 
-    def _step(self, parts: MicroBatches, asked: bool, due: bool) -> tuple[float, bool, bool]:
-        """One step of the optimiser; the loss over all processes, and whether any wants to stop or to save."""
+    def _step(self, micro_batches: MicroBatches, stop_requested: bool, save_due: bool) -> tuple[float, bool, bool]:
+        """Make one optimizer step; return the loss over all ranks and whether any of them requests a stop or a save."""
         state = self.state
         torch.manual_seed(derive_seed(self.seed, state.epoch, state.batch, distributed.rank()))
-        self._stepper.zero_grad(set_to_none=True)
-        loss = torch.zeros((), dtype=torch.float64)
-        for number, (images, labels) in enumerate(parts, start=1):
+        self._fabric_optimizer.zero_grad(set_to_none=True)
+        own_loss = torch.zeros((), dtype=torch.float64)
+        for count, (images, labels) in enumerate(micro_batches, start=1):
             images = self.fabric.to_device(images)
             if images.dim() == 4:
-                images = images.contiguous(memory_format=self._layout)
-            with self.fabric.no_backward_sync(self._module, enabled=number < len(parts)):
-                part = self._loss(self._logits(images), self._labels(labels, "train")) / len(parts)
+                images = images.contiguous(memory_format=self._memory_format)
+            with self.fabric.no_backward_sync(self._module, enabled=count < len(micro_batches)):
+                logits, labels = self._compute_logits(images), self._check_labels(labels, "train")
+                part = self._sum_losses(logits, labels) / len(micro_batches)
                 self.fabric.backward(part)
-            loss += part.detach().double().cpu()
-        shared = torch.stack([loss / distributed.world_size(), torch.tensor(float(asked)), torch.tensor(float(due))])
-        loss_, stop, save = distributed.all_reduce_sum(shared).tolist()
-        if not isfinite(loss_):
+            own_loss += part.detach().double().cpu()
+        flags = torch.tensor([stop_requested, save_due], dtype=torch.float64)
+        shared = torch.cat([own_loss[None] / distributed.world_size(), flags])
+        loss, stop, save = distributed.all_reduce_sum(shared).tolist()
+        if not isfinite(loss):
             where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
-            raise AllRanksError(f"the loss became {loss_} in {where}; {self.snapshots.last_good_hint()}")
-        self._stepper.step()
-        return loss_, stop > 0, save > 0
+            raise AllRanksError(f"the loss became {loss} in {where}; {self.checkpoints.last_good_hint()}")
+        self._fabric_optimizer.step()
+        return loss, stop > 0, save > 0
 
-    def _logits(self, images: Tensor) -> list[Tensor]:
-        """The net on a batch. That it cannot take such images shows at the first one."""
+    def _compute_logits(self, images: Tensor) -> list[Tensor]:
+        """Return the exits' logits; raise InputError if the first batch shows that the net cannot take such images."""
         try:
             logits: list[Tensor] = self._module(images)
         except (RuntimeError, ValueError) as error:
-            if self._tried:
+            if self._has_run:
                 raise
             reason = first_line(error)
             shape = tuple(images.shape[1:])
             raise AllRanksError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
-        self._tried = True
+        self._has_run = True
         return logits
 
-    def _labels(self, labels: Tensor, name: str) -> Tensor:
-        """Labels on the net's device, refused where the net has no such class."""
+    def _check_labels(self, labels: Tensor, name: str) -> Tensor:
+        """Return labels on the net's device; raise InputError if the net has no such class."""
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.net.num_classes:
             found = f"{int(labels.min())} to {int(labels.max())}"
             raise InputError(f"`{name}` must have labels 0 to {self.net.num_classes - 1}, but has some from {found}")
         moved: Tensor = self.fabric.to_device(labels)
         return moved
 
-    def _loss(self, logits: list[Tensor], labels: Tensor) -> Tensor:
-        """The sum of the exits' cross-entropies."""
-        return torch.stack([cross_entropy(exit.float(), labels) for exit in logits]).sum()
+    def _sum_losses(self, logits: list[Tensor], labels: Tensor) -> Tensor:
+        """Return the sum of the exits' cross-entropies."""
+        return torch.stack([cross_entropy(exit_logits.float(), labels) for exit_logits in logits]).sum()
 
-    def _validate(self, asked: list[int]) -> tuple[tuple[float, ...], float]:
-        """Top-1 of every exit, and the mean of the summed losses, over the whole validation split."""
+    def _validate(self, stop_signals: list[int]) -> tuple[tuple[float, ...], float]:
+        """Return the top-1 accuracy of every exit and the mean of the summed losses over the validation split."""
         exits = len(self.net.exits)
-        sums = torch.zeros(exits + 2, dtype=torch.float64)  # right answers per exit, loss, samples
+        sums = torch.zeros(exits + 2, dtype=torch.float64)  # correct predictions per exit, loss, samples
         self.net.eval()
-        torch.manual_seed(
-            derive_seed(self.seed, self.state.epoch)
-        )  # a loader that shuffles gives all processes the same
+        # A loader that shuffles must give all ranks the same order.
+        torch.manual_seed(derive_seed(self.seed, self.state.epoch))
         with torch.inference_mode(), self.fabric.autocast():
             for images, labels, *_ in distributed.shard_batches(self.val):
-                images, labels = self.fabric.to_device(images), self._labels(labels, "val")
+                images, labels = self.fabric.to_device(images), self._check_labels(labels, "val")
                 logits = self.net(images)
-                right = torch.stack([(exit.argmax(1) == labels).sum() for exit in logits])
-                loss = self._loss(logits, labels) * len(labels)
-                sums += torch.cat([right.double(), loss[None].double(), right.new_tensor([len(labels)])]).cpu()
-                if (
-                    asked and distributed.world_size() == 1
-                ):  # several processes finish: one alone would leave them waiting
-                    raise TrainingInterruptedError(asked[0], self._where())
+                correct = torch.stack([(exit_logits.argmax(1) == labels).sum() for exit_logits in logits])
+                loss = self._sum_losses(logits, labels) * len(labels)
+                sums += torch.cat([correct.double(), loss[None].double(), correct.new_tensor([len(labels)])]).cpu()
+                # Several ranks finish the validation: if one stopped, the others would wait for it.
+                if stop_signals and distributed.world_size() == 1:
+                    raise TrainingInterruptedError(stop_signals[0], self._describe_progress())
         sums = distributed.all_reduce_sum(sums)
         samples = float(sums[-1])
         if not samples:
@@ -400,52 +467,52 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.lr_at(epoch, done)
 
-    def _where(self) -> str:
+    def _describe_progress(self) -> str:
         return f"after {self.state.epoch} epochs and {self.state.batch} batches"
 
 
 @contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Hold a run against a second training of it; a process that dies lets go. What a killed one left is removed."""
-    with ExitStack() as held:
-        distributed.run_on_rank_zero(lambda: _lock(folder, held))
+    """Lock the run directory against concurrent training (released on process exit) and delete partial files."""
+    with ExitStack() as open_files:
+        distributed.run_on_rank_zero(lambda: _acquire_lock(folder, open_files))
         yield
 
 
-def _lock(folder: Path, held: ExitStack) -> None:
+def _acquire_lock(folder: Path, open_files: ExitStack) -> None:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    file = held.enter_context((folder / "checkpoints" / "lock").open("w"))
+    file = open_files.enter_context((folder / "checkpoints" / "lock").open("w"))
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{folder} is being trained by another process") from None
         except OSError:
-            _log.warning("%s: this file system has no locks, so nothing keeps a second training away", folder)
-    for place in (folder, folder / "checkpoints"):
-        remove_partial_files(place)
+            _log.warning("%s: this file system has no locks, so a second training of the run is not prevented", folder)
+    for path in (folder, folder / "checkpoints"):
+        remove_partial_files(path)
 
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and Ctrl-C add to, so that a batch ends before the training does; twice ends it at once."""
-    asked: list[int] = []
+    """Collect SIGTERM and SIGINT so that training stops after the current batch; a second signal stops it at once."""
+    received: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
-        if asked:
-            signal.signal(number, before[number])
+    def receive(number: int, frame: Any) -> None:
+        if received:
+            signal.signal(number, previous_handlers[number])
             signal.raise_signal(number)
-        asked.append(number)
+        received.append(number)
 
-    before: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
     try:
         for number in (int(signal.SIGTERM), int(signal.SIGINT)):
-            before[number] = signal.signal(number, note)
-    except ValueError:  # not in the main thread: no signals come here
-        yield asked
+            previous_handlers[number] = signal.signal(number, receive)
+    except ValueError:  # only the main thread receives signals
+        yield received
         return
     try:
-        yield asked
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

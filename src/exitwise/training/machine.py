@@ -1,4 +1,4 @@
-"""Where a net is trained or run: devices, processes, nodes, precision. Lightning Fabric does the work."""
+"""Devices, processes, nodes and precision for training and inference, on top of Lightning Fabric."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")  # weights stay in float32
-STRATEGIES = ("auto", "ddp")  # those under which every process holds the whole net, as our files do
+STRATEGIES = ("auto", "ddp")  # every process holds all weights, as checkpoints need them
 
 
-# Products and convolutions of these types take other instructions than those of float32.
+# Matrix products and convolutions in these types use other CPU instructions than those in float32.
 _PROBE = """
 import torch
 x = torch.ones(64, 64, 8, 8, dtype=torch.{dtype}, requires_grad=True)
@@ -33,7 +34,23 @@ _PROBES = {"16-mixed": _PROBE.format(dtype="float16"), "bf16-mixed": _PROBE.form
 
 @dataclass(frozen=True)
 class Machine:
-    """One process per device, on every node. Under torchrun, numbers that are not given are torchrun's."""
+    """Devices and precision of a training: one process per device, on every node.
+
+    Args:
+        accelerator: "cpu", "cuda", "mps", or "auto": CUDA if it is available, else the CPU.
+        devices: Processes on this node, one per device; by default torchrun's number, or 1.
+        num_nodes: Number of nodes; by default torchrun's number, or 1.
+        precision: "32-true", "16-mixed" or "bf16-mixed"; weights are always float32.
+        strategy: "ddp", or "auto": DDP if there are several processes.
+
+    Raises:
+        InputError: An argument is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.Machine(accelerator="cpu", devices=1).fabric().world_size
+        1
+    """
 
     accelerator: str = "auto"
     devices: int | None = None
@@ -42,33 +59,37 @@ class Machine:
     strategy: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, known in (("accelerator", ACCELERATORS), ("precision", PRECISIONS), ("strategy", STRATEGIES)):
-            if getattr(self, name) not in known:
-                raise InputError(f"`{name}` must be one of {', '.join(known)}, but got {getattr(self, name)!r}")
-        for name in ("devices", "num_nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"`{name}` must be at least 1, but got {value}")
+        check_choice("accelerator", self.accelerator, ACCELERATORS)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("strategy", self.strategy, STRATEGIES)
+        if self.devices is not None:
+            check_integer("devices", self.devices, 1)
+        if self.num_nodes is not None:
+            check_integer("num_nodes", self.num_nodes, 1)
 
     def fabric(self) -> "Fabric":
-        """Fabric for it, not yet launched."""
+        """Return a Lightning Fabric with these settings, not yet launched.
+
+        Raises:
+            InputError: lightning-fabric is not installed, or this machine lacks the devices or the precision.
+        """
         try:
             from lightning_fabric import Fabric
         except ImportError:
             raise InputError("training needs lightning-fabric: pip install 'exitwise[train]'") from None
-        accelerator = _resolved(self.accelerator)
+        accelerator = _resolve_accelerator(self.accelerator)
         devices = self.devices or _from_torchrun("LOCAL_WORLD_SIZE") or 1
-        there = _count(accelerator)
-        if devices > there:
+        available = _count_devices(accelerator)
+        if devices > available:
             kind = "CPU cores" if accelerator == "cpu" else f"{accelerator} devices"
-            raise InputError(f"`devices` must be at most the {there} {kind} of this machine, but is {devices}")
+            raise InputError(f"`devices` must be at most the {available} {kind} of this machine, but is {devices}")
         nodes = self.num_nodes or max(1, (_from_torchrun("WORLD_SIZE") or 1) // devices)
         if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_ADDR"} & set(os.environ):
             raise InputError(
-                f"`num_nodes` {nodes} needs to know the other nodes: "
-                f"set MASTER_ADDR, MASTER_PORT and NODE_RANK on each, or start it by torchrun or Slurm"
+                f"`num_nodes` is {nodes}, but the other nodes are unknown: "
+                f"set MASTER_ADDR, MASTER_PORT and NODE_RANK on each, or start with torchrun or Slurm"
             )
-        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # its banners are not ours
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)  # hides its banners
         if accelerator == "cpu" and self.precision in _PROBES and not survives(_PROBES[self.precision]):
             raise InputError(
                 f"`precision` {self.precision} does not run here: this CPU announces instructions that it lacks, as "
@@ -85,23 +106,27 @@ class Machine:
             with warnings.catch_warnings(action="ignore"):
                 return Fabric(**arguments)
         except (RuntimeError, ValueError) as error:
-            raise InputError(f"this machine cannot do that: {' '.join(str(error).split())}") from None
+            raise InputError(f"Lightning Fabric rejects these settings: {' '.join(str(error).split())}") from None
 
 
 @cache
 def survives(code: str) -> bool:
-    """Run Python code in a process of its own, and return whether no signal ended it."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return done.returncode >= 0
+    """Run Python code in a separate process; return whether it ended without a signal such as SIGILL."""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return process.returncode >= 0
 
 
-def _resolved(accelerator: str) -> str:
+def _resolve_accelerator(accelerator: str) -> str:
+    """Replace "auto" with the accelerator to use."""
     if accelerator != "auto":
         return accelerator
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _count(accelerator: str) -> int:
+def _count_devices(accelerator: str) -> int:
+    """Return the number of devices of this machine; of the CPU, the cores that this process may use."""
     if accelerator == "cuda":
         return torch.cuda.device_count()
     if accelerator == "mps":
@@ -110,5 +135,6 @@ def _count(accelerator: str) -> int:
 
 
 def _from_torchrun(name: str) -> int | None:
+    """Return a number from torchrun's environment, None if torchrun did not start this process."""
     value = os.environ.get(name) if "TORCHELASTIC_RUN_ID" in os.environ else None
     return int(value) if value else None
