@@ -1,1 +1,1 @@
-"""Metrics, budgeted evaluation, and the tables of the paper."""
+"""Metrics, evaluation of policies under a budget, and the tables of the paper."""

@@ -1,4 +1,4 @@
-"""Budgeted batch classification: what a policy costs and what it gets, at one budget or along the whole curve."""
+"""Evaluation of policies: cost and metrics at one budget or along a budget curve. NumPy only."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +21,19 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Metrics(Result):
-    """How good one set of predictions is; accuracies are fractions."""
+    """Metrics of one set of predictions; accuracies are fractions.
+
+    Args:
+        top1: Share of samples whose predicted class is correct.
+        top5: Share of samples whose true class is among the five most probable.
+        nlpd: Negative log predictive density, the mean of -log p(true label).
+        ece: Expected calibration error over ten bins of equal width.
+        brier: Mean Brier score.
+        adaptive_ece: Expected calibration error over ten bins with equal numbers of samples.
+        auroc: Area under the ROC curve of detecting correct predictions by confidence; NaN if all are correct or all
+            are wrong.
+        aurc: Area under the risk-coverage curve.
+    """
 
     top1: float
     top5: float
@@ -29,7 +41,7 @@ class Metrics(Result):
     ece: float
     brier: float
     adaptive_ece: float
-    auroc: float  # of telling right from wrong by confidence; NaN where all are right or all wrong
+    auroc: float
     aurc: float
 
     def __repr__(self) -> str:
@@ -38,9 +50,14 @@ class Metrics(Result):
 
 @dataclass(frozen=True)
 class Evaluation(Metrics):
-    """The same at the exits that a policy chooses, with the mean cost, and every exit's own metrics beside it.
+    """Metrics at the exits that a policy chooses, with the mean cost and the metrics of every exit.
 
-    `exit_shares` (K,) are shares of the samples that left at each exit, `per_exit` (K,) the metrics if all left there.
+    Args:
+        cost: Mean cost per sample.
+        unit: Unit of the cost, "MACs" or "ms".
+        samples: Number of samples, n.
+        exit_shares: Shares (K,) of the samples that take each exit.
+        per_exit: Metrics (K,) if all samples took that exit.
     """
 
     cost: float
@@ -56,34 +73,34 @@ class Evaluation(Metrics):
 
 @dataclass(frozen=True, eq=False)
 class PerSampleMetrics:
-    """What came out for every exit and sample, all arrays (K, n)."""
+    """Per-sample metrics of every exit, all arrays (K, n)."""
 
     confidence: Array
-    rank: Array  # of the true label; 0 is right
+    rank: Array  # of the true label; 0 is correct
     log_true: Array
     brier: Array
 
     @classmethod
     def of(cls, preds: Predictions, labels: Array) -> "PerSampleMetrics":
-        """One walk through the exits."""
+        """Compute the metrics in one pass over the exits, from predictions (K, n, c) and labels (n,)."""
         rows = [
             (
-                exit.probs.max(axis=1),
-                metrics.rank(exit.log_probs, labels),
-                metrics.log_true(exit.log_probs, labels),
-                metrics.brier(exit.probs, labels),
+                pred.probs.max(axis=1),
+                metrics.true_label_rank(pred.log_probs, labels),
+                metrics.log_prob_true(pred.log_probs, labels),
+                metrics.brier(pred.probs, labels),
             )
-            for exit in preds.exits()
+            for pred in preds.exits()
         ]
         return cls(*(np.stack(column) for column in zip(*rows, strict=True)))
 
     @cached_property
     def per_exit(self) -> tuple[Metrics, ...]:
-        """Of every exit, as if all samples left there."""
+        """Metrics of every exit, as if all samples took it."""
         return tuple(Metrics(**self.metrics(k)) for k in range(len(self.rank)))
 
     def evaluation(self, exits: Array, costs: Costs) -> Evaluation:
-        """At each sample's own exit (n,)."""
+        """Evaluate a policy from the exit (n,) that each sample takes."""
         shares = np.bincount(exits, minlength=len(costs)) / len(exits)
         return Evaluation(
             **self.metrics(exits),
@@ -95,23 +112,23 @@ class PerSampleMetrics:
         )
 
     def metrics(self, exits: Array | int) -> dict[str, float]:
-        """At one exit, or at each sample's own (n,)."""
-        at = (exits, np.arange(self.confidence.shape[1])) if isinstance(exits, np.ndarray) else (exits, slice(None))
-        confidence, rank = self.confidence[at], self.rank[at]
+        """Return the metrics at one exit, or at the exit (n,) that each sample takes."""
+        taken = (exits, np.arange(self.confidence.shape[1])) if isinstance(exits, np.ndarray) else (exits, slice(None))
+        confidence, rank = self.confidence[taken], self.rank[taken]
         correct = rank == 0
         return {
             "top1": float(correct.mean()),
             "top5": float((rank < TOP).mean()),
-            "nlpd": -float(self.log_true[at].mean(dtype=np.float64)),
+            "nlpd": -float(self.log_true[taken].mean(dtype=np.float64)),
             "ece": metrics.ece(confidence, correct),
-            "brier": float(self.brier[at].mean(dtype=np.float64)),
+            "brier": float(self.brier[taken].mean(dtype=np.float64)),
             **metrics.ranking_metrics(confidence, correct),
         }
 
 
 @dataclass(frozen=True)
 class BudgetCurve(Result):
-    """Evaluations of a family of policies, in their order."""
+    """Evaluations of several policies, in their order; iterate over it for the points."""
 
     points: tuple[Evaluation, ...]
 
@@ -125,21 +142,32 @@ class BudgetCurve(Result):
         return [record for point in self.points for record in point._records()]
 
     def mean(self, low: float, high: float) -> dict[str, float]:
-        """Every metric averaged over costs from `low` to `high`: linear between the points, constant beyond them."""
+        """Every metric averaged over costs from `low` to `high`: linear between the points, constant beyond them.
+
+        Args:
+            low: Lower end of the budget range, in the unit of the costs.
+            high: Upper end of the budget range.
+
+        Returns:
+            The means by the names of the metrics; NaN if a metric is NaN at a point.
+
+        Raises:
+            InputError: If `low` and `high` are not two growing, finite numbers.
+        """
         if not 0 <= low < high < inf:
             raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
         points = sorted(self.points, key=lambda point: point.cost)
         cost = np.array([point.cost for point in points])
-        # Points inside keep their own values: where two cost the same the curve jumps, which `interp` would slope.
+        # Points inside keep their values: where two costs are equal the curve jumps, and `interp` would make a slope.
         inside = (cost >= low) & (cost <= high)
         knots = np.concatenate([[low], cost[inside], [high]])
 
-        def mean(values: Array) -> float:
+        def average(values: Array) -> float:
             ends = np.interp([low, high], cost, values)
             return float(np.trapezoid(np.concatenate([ends[:1], values[inside], ends[1:]]), knots) / (high - low))
 
         return {
-            field.name: mean(np.array([getattr(point, field.name) for point in points])) for field in fields(Metrics)
+            field.name: average(np.array([getattr(point, field.name) for point in points])) for field in fields(Metrics)
         }
 
 
@@ -151,10 +179,29 @@ def evaluate(
     costs: Costs | Sequence[float],
     decide_with: Any = None,
 ) -> Evaluation:
-    """Metrics at the exits that `policy` chooses, at every exit, and the mean cost.
+    """Evaluate a policy: metrics at the exits that it chooses and at every exit, and the mean cost.
 
-    `preds` (K, n, c), `labels` (n,), `costs` (K,) in the policy's unit. With `decide_with` (K, n, any classes), other
-    predictions on the same samples choose the exits: the paper's decision experiment.
+    Args:
+        preds: Predictions, or probabilities (K, n, c).
+        labels: True classes (n,).
+        policy: Policy that chooses the exits.
+        costs: Cumulative costs (K,) of the exits, in the policy's unit.
+        decide_with: Other predictions (K, n, any classes) on the same samples that choose the exits, as in the paper's
+            decision experiment; by default `preds`.
+
+    Returns:
+        The evaluation.
+
+    Raises:
+        InputError: If shapes, labels, costs or units do not match.
+
+    Example:
+        >>> import exitwise as ew
+        >>> probs = [[[0.9, 0.1], [0.6, 0.4]], [[0.7, 0.3], [0.2, 0.8]]]  # 2 exits, 2 samples, 2 classes
+        >>> policy = ew.Policy((0.8, float("-inf")))
+        >>> result = ew.evaluate(probs, labels=[0, 1], policy=policy, costs=[1, 3])
+        >>> result.top1, result.cost, result.exit_shares
+        (1.0, 2.0, (0.5, 0.5))
     """
     return budget_curve(preds, labels=labels, policies=[policy], costs=costs, decide_with=decide_with).points[0]
 
@@ -167,9 +214,33 @@ def budget_curve(
     costs: Costs | Sequence[float],
     decide_with: Any = None,
 ) -> BudgetCurve:
-    """`evaluate` for many policies, in their order, with what they share computed once.
+    """Evaluate several policies, as `evaluate` does, but faster: shared results are computed once.
 
-    `preds` (K, n, c), `decide_with` (K, n, any classes), `labels` (n,), `costs` (K,) in the policies' unit.
+    Args:
+        preds: Predictions, or probabilities (K, n, c).
+        labels: True classes (n,).
+        policies: Policies that choose the exits, such as those of `sweep`.
+        costs: Cumulative costs (K,) of the exits, in the policies' unit.
+        decide_with: Other predictions (K, n, any classes) on the same samples that choose the exits; by default
+            `preds`.
+
+    Returns:
+        The evaluations, in the order of the policies.
+
+    Raises:
+        InputError: If shapes, labels, costs or units do not match, or there is no policy.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> vanilla = ew.calibrate(trace, "MSDNet (vanilla)")
+        >>> policies = ew.sweep(vanilla.predict(trace.val), costs=trace.costs)
+        >>> preds = vanilla.predict(trace.test)
+        >>> curve = ew.budget_curve(preds, labels=trace.test.labels, policies=policies, costs=trace.costs)
+        >>> len(curve), curve.points[0].cost < curve.points[-1].cost
+        (39, True)
+        >>> sorted(curve.mean(*trace.budget_range))
+        ['adaptive_ece', 'aurc', 'auroc', 'brier', 'ece', 'nlpd', 'top1', 'top5']
     """
     preds = Predictions.of(preds)
     decider = preds if decide_with is None else Predictions.of(decide_with)
@@ -183,12 +254,13 @@ def budget_curve(
     costs = Costs.of(costs)
     if len(costs) != exits:
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
-    outcomes = PerSampleMetrics.of(preds, check_labels(labels, samples, classes))
+    sample_metrics = PerSampleMetrics.of(preds, check_labels(labels, samples, classes))
     points = []
     for policy in policies:
         if not isinstance(policy, Policy):
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
-        points.append(outcomes.evaluation(policy.exits_by(exit_scores(decider, policy.score)), costs))
+        taken = policy.exits_from_scores(exit_scores(decider, policy.score))
+        points.append(sample_metrics.evaluation(taken, costs))
     return BudgetCurve(tuple(points))

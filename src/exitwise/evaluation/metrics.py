@@ -1,103 +1,246 @@
-"""How good predictions are: pure functions on what was said of n samples and what was true. NumPy alone."""
+"""Metrics of predictions: pure functions of predictions for n samples and their labels. NumPy only."""
 
 import numpy as np
 
 from exitwise.core.predictions import Array
 from exitwise.core.predictions import check_labels as check_labels
-from exitwise.core.predictions import log_true as log_true
+from exitwise.core.predictions import log_true as _log_true
 
 BINS = 10
 
 
-def rank(log_probs: Array, labels: Array) -> Array:
-    """(n,) how many classes stand before the true one, 0 being right; of equals the first class stands first.
+def log_prob_true(log_probs: Array, labels: Array) -> Array:
+    """Return the log-probability (n,) of the true label; its negative mean is the NLPD.
 
-    From log_probs (n, c) and labels (n,).
+    `log_true` is the former name.
+
+    Args:
+        log_probs: Log-probabilities (n, c).
+        labels: True classes (n,).
+
+    Returns:
+        Log-probabilities (n,) of the true classes.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.log_prob_true(np.log([[0.5, 0.5], [0.75, 0.25]]), np.array([0, 1])).round(2).tolist()
+        [-0.69, -1.39]
     """
-    true = log_true(log_probs, labels)[:, None]
-    before = (log_probs > true).sum(axis=1)
+    return _log_true(log_probs, labels)
+
+
+def true_label_rank(log_probs: Array, labels: Array) -> Array:
+    """Return the rank (n,) of the true label: the number of classes that are more probable; 0 is correct.
+
+    Among classes of equal probability the first one ranks first. `rank` is the former name.
+
+    Args:
+        log_probs: Log-probabilities (n, c).
+        labels: True classes (n,).
+
+    Returns:
+        Ranks (n,), 0 to c - 1.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.true_label_rank(np.log([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), np.array([0, 2])).tolist()
+        [0, 2]
+    """
+    true = _log_true(log_probs, labels)[:, None]
+    ranks = (log_probs > true).sum(axis=1)
     tied = np.flatnonzero((log_probs == true).sum(axis=1) > 1)
     equal = (log_probs[tied] == true[tied]) & (np.arange(log_probs.shape[1]) < labels[tied, None])
-    before[tied] += equal.sum(axis=1)
-    return np.asarray(before)
+    ranks[tied] += equal.sum(axis=1)
+    return np.asarray(ranks)
+
+
+log_true = log_prob_true
+rank = true_label_rank
 
 
 def brier(probs: Array, labels: Array) -> Array:
-    """(n,) squared distance between the probabilities (n, c) and the truth, labels (n,)."""
+    """Return the Brier score (n,): the squared distance between the probabilities and the one-hot label.
+
+    Args:
+        probs: Probabilities (n, c).
+        labels: True classes (n,).
+
+    Returns:
+        Brier scores (n,), 0 to 2.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.brier(np.array([[0.5, 0.5], [0.0, 1.0]]), np.array([0, 0])).tolist()
+        [0.5, 2.0]
+    """
     return np.asarray(np.einsum("nc,nc->n", probs, probs) - 2 * probs[np.arange(len(labels)), labels] + 1)
 
 
 def bin_of(confidence: Array, bins: int = BINS) -> Array:
-    """(n,) the bin of equal width that each confidence (n,) is in, closed below; a confidence of 1 is in the last."""
+    """Return the bin of equal width that each confidence falls into.
+
+    Bins are closed below; a confidence of 1 falls into the last.
+
+    Args:
+        confidence: Confidences (n,), 0 to 1.
+        bins: Number of bins.
+
+    Returns:
+        Bins (n,), 0 to `bins` - 1.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.bin_of(np.array([0.05, 0.5, 1.0])).tolist()
+        [0, 5, 9]
+    """
     return np.minimum((confidence * bins).astype(np.int64), bins - 1)
 
 
 def ece(confidence: Array, correct: Array, bins: int = BINS) -> float:
-    """Expected calibration error over bins of equal width, from confidence (n,) and correct (n,)."""
+    """Expected calibration error over bins of equal width, from confidence (n,) and correct (n,).
+
+    Args:
+        confidence: Confidences (n,), 0 to 1.
+        correct: Whether each prediction is correct (n,).
+        bins: Number of bins.
+
+    Returns:
+        Mean over samples of the gap between confidence and accuracy in the sample's bin.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.ece(np.array([0.75, 0.75, 1.0, 1.0]), np.array([True, True, True, True]))
+        0.125
+    """
     gap = np.bincount(bin_of(confidence, bins), weights=confidence - correct.astype(np.float64), minlength=bins)
     return float(np.abs(gap).sum() / len(confidence))
 
 
 def adaptive_ece(confidence: Array, correct: Array, bins: int = BINS) -> float:
-    """The same over bins that hold equally many samples, from confidence (n,) and correct (n,)."""
-    return _adaptive_ece(*_most_confident_first(confidence, correct), bins=bins)
+    """Expected calibration error over bins with equal numbers of samples, from confidence (n,) and correct (n,).
+
+    Args:
+        confidence: Confidences (n,), 0 to 1.
+        correct: Whether each prediction is correct (n,).
+        bins: Number of bins.
+
+    Returns:
+        Mean over samples of the gap between confidence and accuracy in the sample's bin.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.adaptive_ece(np.array([0.5, 0.75, 1.0, 1.0]), np.array([True, True, True, True]), bins=2)
+        0.1875
+    """
+    return _sorted_adaptive_ece(*_sort_by_confidence(confidence, correct), bins=bins)
 
 
 def auroc(confidence: Array, correct: Array) -> float:
-    """Probability that a right answer is held with more confidence than a wrong one; NaN where all are of one kind.
+    """Area under the ROC curve of detecting correct predictions by confidence, from confidence (n,) and correct (n,).
 
-    From confidence (n,) and correct (n,).
+    This is the probability that a correct prediction has a higher confidence than a wrong one.
+
+    Args:
+        confidence: Confidences (n,).
+        correct: Whether each prediction is correct (n,).
+
+    Returns:
+        The area, 0 to 1; NaN if all predictions are correct or all are wrong.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.auroc(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, False, True, False]))
+        0.75
     """
-    return _auroc(*_most_confident_first(confidence, correct))
+    return _sorted_auroc(*_sort_by_confidence(confidence, correct))
 
 
 def aurc(confidence: Array, correct: Array) -> float:
-    """Area under the risk-coverage curve: the mean, over how many are answered, of the error rate among those.
+    """Area under the risk-coverage curve, from confidence (n,) and correct (n,).
 
-    From confidence (n,) and correct (n,).
+    This is the mean over m = 1..n of the error rate among the m most confident predictions.
+
+    Args:
+        confidence: Confidences (n,).
+        correct: Whether each prediction is correct (n,).
+
+    Returns:
+        The area, 0 to 1; smaller is better.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> ew.metrics.aurc(np.array([0.9, 0.6]), np.array([True, False]))
+        0.25
     """
-    return _aurc(*_most_confident_first(confidence, correct))
+    return _sorted_aurc(*_sort_by_confidence(confidence, correct))
 
 
 def ranking_metrics(confidence: Array, correct: Array) -> dict[str, float]:
-    """Adaptive ECE, AUROC and AURC from one sort of confidence (n,) and correct (n,)."""
-    ordered = _most_confident_first(confidence, correct)
-    return {"adaptive_ece": _adaptive_ece(*ordered, bins=BINS), "auroc": _auroc(*ordered), "aurc": _aurc(*ordered)}
+    """Return adaptive ECE, AUROC and AURC from a single sort of confidence (n,) and correct (n,).
+
+    Args:
+        confidence: Confidences (n,), 0 to 1.
+        correct: Whether each prediction is correct (n,).
+
+    Returns:
+        The metrics "adaptive_ece", "auroc" and "aurc".
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> sorted(ew.metrics.ranking_metrics(np.array([0.9, 0.6]), np.array([True, False])))
+        ['adaptive_ece', 'aurc', 'auroc']
+    """
+    ordered = _sort_by_confidence(confidence, correct)
+    return {
+        "adaptive_ece": _sorted_adaptive_ece(*ordered, bins=BINS),
+        "auroc": _sorted_auroc(*ordered),
+        "aurc": _sorted_aurc(*ordered),
+    }
 
 
-def _most_confident_first(confidence: Array, correct: Array) -> tuple[Array, Array]:
+def _sort_by_confidence(confidence: Array, correct: Array) -> tuple[Array, Array]:
+    """Return both as float64 (n,), the most confident first."""
     order = np.argsort(-confidence)
     return confidence[order].astype(np.float64), correct[order].astype(np.float64)
 
 
-def _ties(confidence: Array) -> tuple[Array, Array]:
-    """Start and size of every run of equal values."""
+def _find_ties(confidence: Array) -> tuple[Array, Array]:
+    """Return the start and the size of every run of equal values."""
     starts = np.flatnonzero(np.concatenate([[True], confidence[1:] != confidence[:-1]]))
     return starts, np.diff(np.append(starts, len(confidence)))
 
 
-def _adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
+def _sorted_adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
     edges = np.linspace(0, len(confidence), bins + 1).astype(np.int64)
-    starts, sizes = _ties(confidence)
-    expected = np.repeat(np.add.reduceat(correct, starts) / sizes, sizes)  # among equals the order is chance
+    starts, sizes = _find_ties(confidence)
+    expected = np.repeat(np.add.reduceat(correct, starts) / sizes, sizes)  # the order of ties is arbitrary
     sums = np.concatenate([[0.0], np.cumsum(confidence - expected)])
     return float(np.abs(np.diff(sums[edges])).sum() / len(confidence))
 
 
-def _auroc(confidence: Array, correct: Array) -> float:
-    right = float(correct.sum())
-    wrong = len(correct) - right
-    if not right or not wrong:
+def _sorted_auroc(confidence: Array, correct: Array) -> float:
+    num_correct = float(correct.sum())
+    num_wrong = len(correct) - num_correct
+    if not num_correct or not num_wrong:
         return float("nan")
-    starts, sizes = _ties(confidence)
-    right_here = np.add.reduceat(correct, starts)
-    wrong_here = sizes - right_here
-    wrong_below = wrong - np.cumsum(wrong_here)
-    return float((right_here * (wrong_below + wrong_here / 2)).sum() / (right * wrong))
+    starts, sizes = _find_ties(confidence)
+    tied_correct = np.add.reduceat(correct, starts)
+    tied_wrong = sizes - tied_correct
+    wrong_below = num_wrong - np.cumsum(tied_wrong)
+    return float((tied_correct * (wrong_below + tied_wrong / 2)).sum() / (num_correct * num_wrong))
 
 
-def _aurc(confidence: Array, correct: Array) -> float:
-    starts, sizes = _ties(confidence)
-    # Among equals the order is chance: each carries the error rate of its run.
+def _sorted_aurc(confidence: Array, correct: Array) -> float:
+    starts, sizes = _find_ties(confidence)
+    # The order of ties is arbitrary: each gets the error rate of its run.
     error = np.repeat(1 - np.add.reduceat(correct, starts) / sizes, sizes)
     return float((np.cumsum(error) / np.arange(1, len(error) + 1)).mean())

@@ -1,4 +1,4 @@
-"""The paper's tables: the twelve-row ablation and the decision experiment, from a trace."""
+"""The paper's tables: the ablation of twelve methods and the decision experiment, from a trace."""
 
 import csv
 import io
@@ -26,7 +26,18 @@ METRICS = {"top1": (100, 2), "top5": (100, 2), "nlpd": (1, 3), "ece": (1, 3)}  #
 
 @dataclass(frozen=True)
 class TableRow(Result):
-    """Means over the budget range, and the change against vanilla; accuracies are fractions."""
+    """Means of one method over the budget range; accuracies are fractions.
+
+    Args:
+        method: Name of the method.
+        top1: Mean top-1 accuracy.
+        top5: Mean top-5 accuracy.
+        nlpd: Mean NLPD.
+        ece: Mean ECE.
+        change: Change of each metric against vanilla.
+        temperatures: Temperatures (K,) of the calibration.
+        prior_vars: Prior variances (K,) of the calibration; None without Laplace.
+    """
 
     method: str
     top1: float
@@ -40,7 +51,13 @@ class TableRow(Result):
 
 @dataclass(frozen=True)
 class Table(Result):
-    """Rows of means over a budget range."""
+    """Rows of means over a budget range; `table[i]` and `table["method"]` are rows.
+
+    Args:
+        rows: Rows, one per method.
+        budget_range: Costs over which the metrics are averaged.
+        unit: Unit of the costs.
+    """
 
     rows: tuple[TableRow, ...]
     budget_range: tuple[float, float]
@@ -55,10 +72,10 @@ class Table(Result):
     def __getitem__(self, method: int | str) -> TableRow:
         if isinstance(method, int):
             return self.rows[method]
-        found = next((row for row in self.rows if row.method == method), None)
-        if found is None:
-            raise KeyError(method)
-        return found
+        for row in self.rows:
+            if row.method == method:
+                return row
+        raise KeyError(method)
 
     def __repr__(self) -> str:
         lines = [f"{'':40} top-1    top-5   NLPD    ECE"]
@@ -69,7 +86,7 @@ class Table(Result):
         return [record for row in self.rows for record in row._records()]
 
     def to_csv(self) -> str:
-        """Every number with its change against vanilla; accuracies as fractions."""
+        """Return CSV with every metric and its change against vanilla; accuracies are fractions."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["method", *METRICS, *(f"{name}_change" for name in METRICS)])
@@ -79,7 +96,7 @@ class Table(Result):
         return text.getvalue()
 
     def to_latex(self) -> str:
-        """A tabular (booktabs) as the paper has it: accuracies in percent, changes against vanilla in small."""
+        """Return a LaTeX tabular (booktabs) like the paper's: accuracies in percent, changes in small print."""
         lines = [r"\begin{tabular}{lrrrr}", r"\toprule", r" & Top-1 & Top-5 & NLPD & ECE \\", r"\midrule"]
         for row in self.rows:
             cells = [_latex_name(row.method)]
@@ -91,7 +108,7 @@ class Table(Result):
 
 
 def _latex_name(method: str) -> str:
-    """T_opt and sigma_opt as symbols."""
+    """Return the method's name with T_opt and sigma_opt as symbols."""
     for word, symbol in (("T_opt", r"$T_\mathrm{opt}$"), ("sigma_opt", r"$\sigma_\mathrm{opt}$")):
         method = method.replace(word, symbol)
     return method
@@ -99,7 +116,7 @@ def _latex_name(method: str) -> str:
 
 @dataclass(frozen=True)
 class PaperTables:
-    """Both tables and all that they were made from."""
+    """Both tables, with the calibrations and budget curves that they were computed from."""
 
     ablation: Table
     decisions: Table
@@ -119,10 +136,37 @@ def ablation(
     search: SearchKind = "grid",
     samples: int | None = None,
 ) -> Table:
-    """The ablation by the paper's protocol: tuned and swept on val, the mean of the test curve over the budget range.
+    """Compute the paper's ablation table.
 
-    The range defaults to the one in the trace, which is the paper's for its presets. `num_draws`, `seed`, `mode`,
-    `draws` (S, c) and `search` are those of `calibrate`; `samples` is the former name of `num_draws`.
+    Each method is calibrated and swept on the validation split. Its metrics are averaged over the budget range along
+    the budget curve of the test split.
+
+    Args:
+        trace: Trace with a test split.
+        budget_range: Costs over which to average; by default the trace's, which is the paper's for its presets.
+        methods: Names of the methods, by default all twelve.
+        num_draws: Number S of Monte Carlo draws; with dropout, number of masks [default: 50].
+        seed: Seed or generator of the draws.
+        mode: Laplace predictive, as in `calibrate`.
+        draws: Standard normals (S, c) to use instead of those that `num_draws` and `seed` would give.
+        search: Search for temperatures and prior variances, as in `calibrate`.
+        samples: Former name of `num_draws`; give only one of them.
+
+    Returns:
+        The table, one row per method.
+
+    Raises:
+        InputError: If the trace has no test split, or an argument is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> small, _ = trace.hold_out(0.99)  # 50 validation samples, for a quick example
+        >>> table = ew.ablation(small, methods=["MSDNet (vanilla)", "T_opt"], num_draws=4)
+        >>> [row.method for row in table], table.unit
+        (['MSDNet (vanilla)', 'T_opt'], 'MACs')
+        >>> table["T_opt"].ece < table["MSDNet (vanilla)"].ece
+        True
     """
     tuner = Tuner(trace, resolve_num_draws(num_draws, samples), seed, mode, draws, search=search)
     return make_paper_tables(trace, tuner, budget_range, list(methods)).ablation
@@ -138,9 +182,31 @@ def decision_experiment(
     draws: torch.Tensor | None = None,
     samples: int | None = None,
 ) -> Table:
-    """Vanilla, vanilla's predictions at the exits that our model chooses, and our model.
+    """Compute the paper's decision experiment.
 
-    Arguments as for `ablation`, `draws` (S, c) among them.
+    Its rows are vanilla, vanilla's predictions at the exits that the full method chooses, and the full method.
+
+    Args:
+        trace: Trace with a test split.
+        budget_range: Costs over which to average; by default the trace's, which is the paper's for its presets.
+        num_draws: Number S of Monte Carlo draws [default: 50].
+        seed: Seed or generator of the draws.
+        mode: Laplace predictive, as in `calibrate`.
+        draws: Standard normals (S, c) to use instead of those that `num_draws` and `seed` would give.
+        samples: Former name of `num_draws`; give only one of them.
+
+    Returns:
+        The table of three rows.
+
+    Raises:
+        InputError: If the trace has no test split, or an argument is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+        >>> small, _ = trace.hold_out(0.99)  # 50 validation samples, for a quick example
+        >>> [row.method for row in ew.decision_experiment(small, num_draws=4)]
+        ['MSDNet (vanilla)', 'Vanilla predictions, our model decisions', 'Our model']
     """
     tuner = Tuner(trace, resolve_num_draws(num_draws, samples), seed, mode, draws)
     return make_paper_tables(trace, tuner, budget_range, [VANILLA, OURS]).decisions
@@ -153,63 +219,76 @@ def make_paper_tables(
     methods: Iterable[str] = METHODS,
     calibrations: Mapping[str, Calibration] | None = None,
 ) -> PaperTables:
-    """Calibrate, predict, sweep and evaluate by every method, and make both tables of it.
+    """Calibrate, predict, sweep and evaluate with every method, and compute both tables.
 
-    Calibrations that exist already are taken as they are.
+    Args:
+        trace: Trace with a test split.
+        tuner: Tuner of the trace.
+        budget_range: Costs over which to average; by default the trace's.
+        methods: Names of the methods of the ablation.
+        calibrations: Calibrations that exist already, by method; they are used unchanged.
+
+    Returns:
+        Both tables, with the calibrations and budget curves.
+
+    Raises:
+        InputError: If the trace has no test split, or the budget range is invalid.
     """
     if trace.test is None:
-        raise InputError("the trace has no test split, which the tables are made on")
-    low, high = _range(trace, budget_range)
-    wanted = list(dict.fromkeys([VANILLA, OURS, *methods]))
-    # The widest search first: the others then find their grid points in its tables.
-    known = calibrations or {}
-    made = {name: known.get(name) or tuner.calibrate(name) for name in sorted(wanted, key=lambda name: name != OURS)}
+        raise InputError("the trace has no test split, which the tables are computed on")
+    low, high = _get_budget_range(trace, budget_range)
+    names = list(dict.fromkeys([VANILLA, OURS, *methods]))
+    existing = calibrations or {}
+    # The full method first: its search fills the tables that hold the grid points of the others.
+    full_method_first = sorted(names, key=lambda name: name != OURS)
+    used = {name: existing.get(name) or tuner.calibrate(name) for name in full_method_first}
     curves: dict[str, BudgetCurve] = {}
-    kept: dict[str, Predictions] = {}
-    for name in wanted:
-        calibration = made[name]
+    test_preds: dict[str, Predictions] = {}
+    for name in names:
+        calibration = used[name]
         preds = calibration.predict(trace.test)
         if name in (VANILLA, OURS):
-            kept[name] = preds
+            test_preds[name] = preds
         policies = sweep(calibration.predict(trace.val), costs=trace.costs)
         curves[name] = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=trace.costs)
         if name == OURS:
             curves[DECISIONS] = budget_curve(
-                kept[VANILLA], labels=trace.test.labels, policies=policies, costs=trace.costs, decide_with=preds
+                test_preds[VANILLA], labels=trace.test.labels, policies=policies, costs=trace.costs, decide_with=preds
             )
     vanilla = curves[VANILLA].mean(low, high)
 
-    def row(name: str, curve: str, calibration: Calibration | None) -> TableRow:
+    def make_row(name: str, curve: str, calibration: Calibration | None) -> TableRow:
         mean = curves[curve].mean(low, high)
-        numbers = {key: mean[key] for key in METRICS}
-        change = {key: value - vanilla[key] for key, value in numbers.items()}
+        values = {key: mean[key] for key in METRICS}
+        change = {key: value - vanilla[key] for key, value in values.items()}
         return TableRow(
             name,
-            **numbers,
+            **values,
             change=change,
             temperatures=calibration.temperatures if calibration else None,
             prior_vars=calibration.prior_vars if calibration and calibration.method.laplace else None,
         )
 
-    rows = tuple(row(name, name, made[name]) for name in methods)
+    rows = tuple(make_row(name, name, used[name]) for name in methods)
     decisions = (
-        row(VANILLA, VANILLA, made[VANILLA]),
-        row(DECISIONS, DECISIONS, None),
-        row(OUR_MODEL, OURS, made[OURS]),
+        make_row(VANILLA, VANILLA, used[VANILLA]),
+        make_row(DECISIONS, DECISIONS, None),
+        make_row(OUR_MODEL, OURS, used[OURS]),
     )
     unit = trace.costs.unit
-    return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), made, curves)
+    return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), used, curves)
 
 
-def _range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:
-    found = budget_range or trace.budget_range
-    if found is None:
+def _get_budget_range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:
+    """Return the given budget range, or else the trace's, or else the range of the costs."""
+    requested = budget_range or trace.budget_range
+    if requested is None:
         first, last = trace.costs.values[0], trace.costs.values[-1]
-        return (first, last) if first < last else (0.0, last)  # with one exit, all budgets buy the same
+        return (first, last) if first < last else (0.0, last)  # one exit: the curve is constant
     try:
-        low, high = (float(value) for value in found)
+        low, high = (float(value) for value in requested)
     except (TypeError, ValueError):
-        raise InputError(f"`budget_range` must be two growing numbers, but got {found!r}") from None
+        raise InputError(f"`budget_range` must be two growing numbers, but got {requested!r}") from None
     if not 0 <= low < high < float("inf"):
         raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
     return (low, high)

@@ -146,7 +146,7 @@ def describe_guarantee(guarantee: Guarantee, unit: str) -> str:
             f"the mean cost of images like these is at most {format_cost(guarantee.budget, unit)};"
         )
     if guarantee.risk is not None and guarantee.risk_delta is not None:
-        loss = "loss of accuracy against" if guarantee.risk == "accuracy" else "share of predictions that differ from"
+        loss = "loss of accuracy against" if guarantee.risk == "accuracy" else "disagreement with"
         parts.append(
             f"with a probability of {format_percent(1 - guarantee.risk_delta)} "
             f"the {loss} the last exit is at most {guarantee.epsilon:.2%};"

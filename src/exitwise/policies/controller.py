@@ -98,7 +98,7 @@ class BudgetController:
 
     @property
     def fitted(self) -> Policy:
-        """The policy without a shift: older name of `base_policy`."""
+        """The policy without a shift: former name of `base_policy`."""
         return self.base_policy
 
     @property

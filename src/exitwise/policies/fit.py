@@ -79,9 +79,9 @@ def fit_policy(
         reference: Predictions (any exits, m, c) on the samples of `held_out`, or (any exits, n, c) on those of `preds`
             if none are given. Losses are measured against their last exit, for example the vanilla net's; by default
             against the last exit of `held_out`.
-        hold: Older name of `held_out`.
-        hold_labels: Older name of `held_out_labels`.
-        against: Older name of `reference`.
+        hold: Former name of `held_out`.
+        hold_labels: Former name of `held_out_labels`.
+        against: Former name of `reference`.
 
     Returns:
         The policy. `policy.fit` holds the chosen strategy and its out-of-fold performance, `policy.guarantee` what was
@@ -132,9 +132,9 @@ def fit_policy(
 
 
 def _merge_alias(name: str, value: Any, old_name: str, old_value: Any) -> Any:
-    """Return the argument that was given under its name or its older name."""
+    """Return an argument that was given under its name or its former name."""
     if value is not None and old_value is not None:
-        raise InputError(f"`{old_name}` is the older name of `{name}`: give only `{name}`, but got both")
+        raise InputError(f"`{name}` and its former name `{old_name}` must not both be given, but got both")
     return old_value if value is None else value
 
 

@@ -146,7 +146,7 @@ class Policy(Result):
         return mask, state
 
     def stops(self, exit: int, said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
-        """Return the exit mask (n,) and the updated score state: older name of `exit_mask`."""
+        """Return the exit mask (n,) and the updated score state: former name of `exit_mask`."""
         return self.exit_mask(exit, said, memory)
 
     def exits(self, preds: Any) -> Array:
@@ -160,7 +160,7 @@ class Policy(Result):
         return np.asarray((scores >= np.asarray(self.thresholds)[:, None]).argmax(axis=0))
 
     def exits_by(self, scores: Array) -> Array:
-        """Return the exit (n,) that each sample takes, from scores (K, n): older name of `exits_from_scores`."""
+        """Return the exit (n,) that each sample takes, from scores (K, n): former name of `exits_from_scores`."""
         return self.exits_from_scores(scores)
 
     def shifted(self, by: float) -> "Policy":
