@@ -1,4 +1,4 @@
-"""What is loaded or kept is contiguous and starts at a 64-byte boundary, so that equal values give equal results."""
+"""Loaded and stored tensors are contiguous and aligned to 64 bytes, so that equal values give equal results."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ MC_DROPOUT = ew.Method(laplace=False, tune_prior=False, ensemble=None, dropout=0
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a value holds, however deep, with the way to it."""
+    """Iterate over the tensors of a nested value, with their paths."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
@@ -46,25 +46,25 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_aligned(value: Any) -> None:
-    found = list(tensors_in(value))
-    assert found
-    for name, tensor in found:
+    tensors = list(tensors_in(value))
+    assert tensors
+    for name, tensor in tensors:
         assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}"
         assert tensor.data_ptr() % 64 == 0, f"{name} starts {tensor.data_ptr() % 64} bytes past a boundary"
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """The same values, 4 or 8 bytes past a boundary."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return room[1:].view(tensor.shape).copy_(tensor)
+    """Copy a tensor to memory that starts one value, 4 or 8 bytes, past a boundary."""
+    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return buffer[1:].view(tensor.shape).copy_(tensor)
 
 
 def column_major(tensor: Tensor) -> Tensor:
-    """The same values with the strides that LAPACK returns."""
+    """Copy a tensor to column-major memory, as LAPACK returns it."""
     return tensor.mT.contiguous().mT
 
 
-# -- what `align` does
+# -- align
 
 
 def test_an_aligned_tensor_is_not_copied() -> None:
@@ -75,17 +75,17 @@ def test_an_aligned_tensor_is_not_copied() -> None:
 @pytest.mark.parametrize("change", [unaligned, column_major])
 def test_another_layout_is_copied_with_the_same_values(change: Any) -> None:
     tensor = torch.randn(3, 5)
-    other = change(tensor)
-    assert not is_aligned(other)
-    assert is_aligned(align(other))
-    assert torch.equal(align(other), tensor)
+    changed = change(tensor)
+    assert not is_aligned(changed)
+    assert is_aligned(align(changed))
+    assert torch.equal(align(changed), tensor)
 
 
 def test_pytorch_allocates_at_this_boundary() -> None:
     assert all(torch.empty(n).data_ptr() % ALIGNMENT == 0 for n in range(1, 40))
 
 
-# -- everything that is kept, whatever it is made of
+# -- stored tensors, from operands of any layout
 
 
 @pytest.mark.parametrize("change", [unaligned, column_major])
@@ -139,7 +139,7 @@ def test_a_collected_trace_is_aligned_whatever_the_net_is_made_of() -> None:
 
 
 def saved(kind: str, folder: Path) -> Any:
-    """Write a file of this kind, read it back with the product's own function, and return what was read."""
+    """Write a file of this kind, load it with the library's function, and return the loaded object."""
     path, trace = folder / f"{kind}.safetensors", random_trace()
     if kind == "trace":
         trace.save(path)
@@ -168,9 +168,9 @@ def saved(kind: str, folder: Path) -> Any:
         return ew.load_checkpoint(ew.models.msdnet("tiny-8"), path.with_suffix(".pth"))
     images = torch.randn(40, 1, 8, 8)
     batches = [(images, torch.arange(40) % 10)]
-    own = ew.collect(net, train=batches, val=batches)
-    calibration = ew.calibrate(own, "Laplace")
-    policy = ew.fit_policy(calibration.predict(own.val), own.val.labels, own.costs, budget=own.costs.values[1])
+    trace = ew.collect(net, train=batches, val=batches)
+    calibration = ew.calibrate(trace, "Laplace")
+    policy = ew.fit_policy(calibration.predict(trace.val), trace.val.labels, trace.costs, budget=trace.costs.values[1])
     ew.Classifier(net, calibration, policy).save(path)
     classifier = ew.Classifier.load(path)
     return [classifier.net, classifier.calibration, classifier.exits]
@@ -191,20 +191,20 @@ def test_tensors_are_aligned_wherever_the_header_ends(padding: int, tmp_path: Pa
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(1.5), "odd": torch.arange(7, dtype=torch.uint8)}
     path = tmp_path / "any.safetensors"
     save_file(tensors, path, metadata={"filler": "x" * padding})
-    found, header = tensorfiles.read(path)
-    assert_aligned(found)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype for key in tensors)
+    loaded, header = tensorfiles.read(path)
+    assert_aligned(loaded)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[key], tensors[key]) and loaded[key].dtype == tensors[key].dtype for key in tensors)
     assert header == {"filler": "x" * padding}
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "any.safetensors"
     save_file({"a": torch.ones(4000)}, path)
-    found = tensorfiles.read(path)[0]["a"]
+    loaded = tensorfiles.read(path)[0]["a"]
     path.write_bytes(bytes(path.stat().st_size))  # in place: a view of the file would follow, or crash
     path.write_bytes(b"")
-    assert bool((found == 1).all())
+    assert bool((loaded == 1).all())
 
 
 LOAD = """
@@ -231,7 +231,7 @@ def test_a_large_trace_is_not_held_twice(tmp_path: Path) -> None:
     split = Split(features, torch.randint(5, (n,), generator=generator))
     path = tmp_path / "trace.safetensors"
     Trace(split, split, trace.heads, trace.curvature, trace.costs).save(path)
-    # Its own process, one thread: peaks of other tests and stacks of threads would count.
+    # A separate process with one thread: peaks of other tests and stacks of threads would be included.
     environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, path], capture_output=True, text=True, check=True, env=environment
@@ -239,7 +239,7 @@ def test_a_large_trace_is_not_held_twice(tmp_path: Path) -> None:
     grown = int(done.stdout) * 1024
     size = path.stat().st_size
     assert grown > 0.8 * size
-    assert grown < 1.2 * size  # 1.10 here: what the allocator rounds up, and the header
+    assert grown < 1.2 * size  # 1.10 measured: rounding of the allocator, and the header
 
 
 # -- one result from memory and from a file
@@ -252,13 +252,13 @@ def test_a_calibration_predicts_the_same_from_memory_and_from_a_file(method: Any
     trace.save(tmp_path / "trace.safetensors")
     calibration = ew.calibrate(trace, method, mode=mode)
     calibration.save(tmp_path / "calibration.safetensors")
-    again = ew.Calibration.load(tmp_path / "calibration.safetensors")
+    loaded = ew.Calibration.load(tmp_path / "calibration.safetensors")
     split = Trace.load(tmp_path / "trace.safetensors").test
     assert trace.test is not None
     assert split is not None
     expected = calibration.predict(trace.test).probs
-    assert torch.equal(again.predict(trace.test).probs, expected)
-    assert torch.equal(again.predict(split).probs, expected)
+    assert torch.equal(loaded.predict(trace.test).probs, expected)
+    assert torch.equal(loaded.predict(split).probs, expected)
     repeated = ew.calibrate(Trace.load(tmp_path / "trace.safetensors"), method, mode=mode)
     assert repeated.val_nlpd == calibration.val_nlpd
     assert torch.equal(repeated.predict(split).probs, expected)
@@ -274,5 +274,5 @@ def test_equal_images_give_equal_answers_wherever_they_lie() -> None:
     images = torch.randn(9, 6)
     expected = classifier(images).probs
     array = np.frombuffer(b"1234" + images.numpy().tobytes(), np.float32, offset=4).reshape(9, 6)
-    for other in (unaligned(images), array, images.numpy()):
-        assert torch.equal(classifier(other).probs, expected)
+    for inputs in (unaligned(images), array, images.numpy()):
+        assert torch.equal(classifier(inputs).probs, expected)

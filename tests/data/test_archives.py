@@ -1,4 +1,4 @@
-"""Data sets as their makers pack them: archives, IDX files, and how they are fetched."""
+"""Datasets in their published form: archives, IDX files and downloads."""
 
 import gzip
 import io
@@ -26,7 +26,7 @@ from exitwise.data.archives import Archive
 
 
 def refused(*arguments: object, **options: object) -> str:
-    """The one line with which a data set is refused."""
+    """Return the one-line message with which `data.load` fails."""
     with pytest.raises(ew.InputError) as error:
         data.load(*arguments, **options)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
@@ -41,7 +41,7 @@ def digest(path: Path) -> str:
 
 
 def write_cifar10(folder: Path, each: int = 6) -> np.ndarray:
-    """Random CIFAR-10 in the official layout; the train records, in the order of their files."""
+    """Write random CIFAR-10 in the official layout; return the train records, in the order of their files."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(3)
     records = rng.integers(0, 256, (6, each, 3073), dtype=np.uint8)
@@ -54,7 +54,7 @@ def write_cifar10(folder: Path, each: int = 6) -> np.ndarray:
 
 
 def pack(root: Path, layout: cifar.Layout, leave_out: str = "") -> Path:
-    """The layout's folder as its archive, and the folder gone."""
+    """Replace the layout's folder with its archive."""
     path = root / layout.archive.name
     with tarfile.open(path, "w:gz") as archive:
         for file in sorted((root / layout.folder).iterdir()):
@@ -66,7 +66,7 @@ def pack(root: Path, layout: cifar.Layout, leave_out: str = "") -> Path:
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
-    """Make the small archive the official one."""
+    """Set the official checksum to that of a small archive."""
     layout = getattr(cifar, name)
     monkeypatch.setattr(cifar, name, replace(layout, archive=replace(layout.archive, md5=digest(path))))
 
@@ -92,10 +92,10 @@ def test_an_archive_is_read_as_its_folder_is(tmp_path: Path, monkeypatch: pytest
         write_cifar10(tmp_path / layout.folder)
     expected = data.load(name.lower(), tmp_path)
     accept(monkeypatch, name, pack(tmp_path, layout))
-    for one, other in zip(data.load(name.lower(), tmp_path), expected, strict=True):
-        assert torch.equal(one.pixels, other.pixels)
-        assert torch.equal(one.labels, other.labels)
-        assert one.classes == other.classes
+    for loaded, original in zip(data.load(name.lower(), tmp_path), expected, strict=True):
+        assert torch.equal(loaded.pixels, original.pixels)
+        assert torch.equal(loaded.labels, original.labels)
+        assert loaded.classes == original.classes
 
 
 def test_an_archive_with_another_checksum_is_refused(tmp_path: Path) -> None:
@@ -110,7 +110,9 @@ def test_an_archive_with_another_checksum_is_refused(tmp_path: Path) -> None:
 def test_what_an_archive_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path)
     accept(monkeypatch, "CIFAR100", pack(tmp_path, cifar.CIFAR100, leave_out="test.bin"))
-    assert "cifar-100-binary.tar.gz holds no cifar-100-binary/test.bin" in refused("cifar100", tmp_path)
+    assert "cifar-100-binary.tar.gz must contain cifar-100-binary/test.bin, but does not" in refused(
+        "cifar100", tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_what_an_archive_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ("data_batch_3.bin", b"\1" * 3072, "data_batch_3.bin must hold records of 3073 bytes, but has 3072"),
         ("data_batch_5.bin", b"", "data_batch_5.bin must hold records of 3073 bytes, but has 0"),
         ("test_batch.bin", b"\12" + b"\0" * 3072, "test_batch.bin must hold labels 0..9, but has 10"),
-        ("batches.meta.txt", b"\xff\xfe plane", "batches.meta.txt must be a text"),
+        ("batches.meta.txt", b"\xff\xfe plane", "batches.meta.txt must be a text file in UTF-8"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -147,17 +149,17 @@ def test_an_empty_root_says_what_to_put_there(tmp_path: Path, name: str) -> None
 
 
 def idx(values: np.ndarray) -> bytes:
-    """An IDX file of bytes."""
+    """Return the content of an IDX file of bytes."""
     return struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
 
 
 def fashion_files() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(5)
-    found = {}
+    files = {}
     for part, n in (("train", 9), ("t10k", 4)):
-        found[f"{part}-images-idx3-ubyte"] = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8)
-        found[f"{part}-labels-idx1-ubyte"] = rng.integers(0, 10, n, dtype=np.uint8)
-    return found
+        files[f"{part}-images-idx3-ubyte"] = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        files[f"{part}-labels-idx1-ubyte"] = rng.integers(0, 10, n, dtype=np.uint8)
+    return files
 
 
 def write_fashion(folder: Path, zipped: bool) -> dict[str, np.ndarray]:
@@ -173,10 +175,10 @@ def write_fashion(folder: Path, zipped: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("inside", [".", "FashionMNIST/raw"])
 def test_idx_files_are_read_as_they_lie(tmp_path: Path, zipped: bool, inside: str) -> None:
     files = write_fashion(tmp_path / inside, zipped)
-    for part, found in zip(("train", "t10k"), data.load("fashion-mnist", tmp_path), strict=True):
-        assert np.array_equal(found.pixels[:, 0].numpy(), files[f"{part}-images-idx3-ubyte"])
-        assert found.labels.tolist() == files[f"{part}-labels-idx1-ubyte"].tolist()
-        assert (found.shape, found.classes[9]) == ((1, 28, 28), "Ankle boot")
+    for part, dataset in zip(("train", "t10k"), data.load("fashion-mnist", tmp_path), strict=True):
+        assert np.array_equal(dataset.pixels[:, 0].numpy(), files[f"{part}-images-idx3-ubyte"])
+        assert dataset.labels.tolist() == files[f"{part}-labels-idx1-ubyte"].tolist()
+        assert (dataset.shape, dataset.classes[9]) == ((1, 28, 28), "Ankle boot")
 
 
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
@@ -197,25 +199,25 @@ WHOLE = fashion_files()
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (IMAGES, b"\0\0\x0d\3" + idx(WHOLE[IMAGES])[4:], "but does not begin so"),
+        (IMAGES, b"\0\0\x0d\3" + idx(WHOLE[IMAGES])[4:], "but has another header"),
         (IMAGES, idx(WHOLE[LABELS]), "must be an IDX file of bytes with 3 dimensions"),
-        (IMAGES, b"\0\0\10\3\0\0", "but does not begin so"),
+        (IMAGES, b"\0\0\10\3\0\0", "but has another header"),
         (IMAGES, idx(WHOLE[IMAGES])[:-1], "but has 7055: cut off?"),
         (IMAGES, idx(WHOLE[IMAGES]) + b"\0", "but has 7057"),
         (IMAGES, idx(WHOLE[IMAGES][:, :27]), "train images must be 28 x 28, but are 27 x 28"),
         (LABELS, idx(WHOLE[LABELS][:7]), "a label per image, but has 7 for 9"),
         (LABELS, idx(WHOLE[LABELS] + 10), "train labels must be 0..9"),
-        (f"{IMAGES}.gz", gzip.compress(idx(WHOLE[IMAGES]), mtime=0)[:-20], "is not a whole gzip file"),
-        (f"{IMAGES}.gz", idx(WHOLE[IMAGES]), "is not a whole gzip file"),
-        (f"{LABELS}.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "is not a whole gzip file"),
+        (f"{IMAGES}.gz", gzip.compress(idx(WHOLE[IMAGES]), mtime=0)[:-20], "is not a complete gzip file"),
+        (f"{IMAGES}.gz", idx(WHOLE[IMAGES]), "is not a complete gzip file"),
+        (f"{LABELS}.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "is not a complete gzip file"),
     ],
 )
 def test_damaged_idx_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     write_fashion(tmp_path, name.endswith(".gz"))
     (tmp_path / name).write_bytes(content)
-    found = refused("fashion-mnist", tmp_path)
-    assert message in found
-    assert str(tmp_path) in found
+    error = refused("fashion-mnist", tmp_path)
+    assert message in error
+    assert str(tmp_path) in error
 
 
 @pytest.mark.parametrize("name", ["train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"])
@@ -230,12 +232,12 @@ def test_a_missing_idx_file_is_named(tmp_path: Path, name: str) -> None:
 
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Not to stderr, which the tests look at."""
+        """Log nothing: the tests check stderr."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address at which it is served."""
+    """Serve a folder over HTTP; yield the folder and its address."""
     folder = tmp_path / "served"
     folder.mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(folder))) as served:
@@ -248,17 +250,17 @@ def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 @pytest.fixture
 def stderr(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """What has come out; pooch's own handler writes to the stream that it found when it was imported."""
+    """Return a function that returns all output; pooch's handler writes to the stderr of its import."""
     import pooch
 
     (handler,) = pooch.get_logger().handlers
-    monkeypatch.setattr(handler, "stream", heard := io.StringIO())
-    return lambda: heard.getvalue() + "".join(capfd.readouterr())
+    monkeypatch.setattr(handler, "stream", logged := io.StringIO())
+    return lambda: logged.getvalue() + "".join(capfd.readouterr())
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is on this machine."""
+    """Reach the local server without a proxy."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -276,7 +278,7 @@ def test_a_file_arrives_without_noise_and_once(
     assert (tmp_path / "new" / "root" / "some.bin").read_bytes() == content
     assert [path.name for path in (tmp_path / "new" / "root").iterdir()] == ["some.bin"]
     (server[0] / "some.bin").unlink()
-    archives.download([archive], tmp_path / "new" / "root")  # it is there: the server is not asked
+    archives.download([archive], tmp_path / "new" / "root")  # the file exists: no request
     assert stderr() == ""
 
 
@@ -294,7 +296,9 @@ def test_a_download_with_another_checksum_leaves_nothing_behind(
     archive = replace(offered(*server, "some.bin", b"not what was promised"), md5="0" * 32)
     with pytest.raises(ew.InputError) as error:
         archives.download([archive], tmp_path / "root")
-    assert str(error.value) == f"{archive.url} gave a file without the MD5 checksum {'0' * 32}: try again"
+    assert str(error.value) == (
+        f"the file from {archive.url} must have the MD5 checksum {'0' * 32}, but has another: try again"
+    )
     assert list((tmp_path / "root").iterdir()) == []
     assert stderr() == ""
 
@@ -304,7 +308,7 @@ def test_a_damaged_file_that_is_there_already_is_refused(tmp_path: Path, server:
     (tmp_path / "some.bin").write_bytes(b"cont")
     with pytest.raises(ew.InputError, match=f"but has {digest(tmp_path / 'some.bin')}"):
         archives.download([archive], tmp_path)
-    assert (tmp_path / "some.bin").read_bytes() == b"cont"  # the user's own: not removed
+    assert (tmp_path / "some.bin").read_bytes() == b"cont"  # the user's file: not removed
 
 
 def test_a_server_that_is_down_says_where_to_put_what(tmp_path: Path, stderr: Callable[[], str]) -> None:
@@ -316,7 +320,7 @@ def test_a_server_that_is_down_says_where_to_put_what(tmp_path: Path, stderr: Ca
         archives.download([archive], tmp_path / "root")
     assert str(error.value) == (
         f"{archive.url} could not be downloaded (ConnectionError): "
-        f"get it elsewhere and put it at {tmp_path / 'root' / 'some.bin'}"
+        f"download it elsewhere and put it at {tmp_path / 'root' / 'some.bin'}"
     )
     assert list((tmp_path / "root").iterdir()) == []
     assert stderr() == ""
@@ -338,7 +342,7 @@ def test_a_bar_is_shown_to_people_and_ends_with_the_download(
         archives.download([Archive("gone.bin", f"{server[1]}/gone.bin", "0" * 32)], tmp_path / "root")
     shown = capsys.readouterr().err
     assert "some.bin" in shown
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 2  # the cursor is hidden, and comes back
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 2  # the cursor is hidden and shown again
     for thread in threading.enumerate():
         if "Refresh" in type(thread).__name__:
             thread.join(5)
@@ -359,19 +363,19 @@ def test_a_data_set_is_fetched_and_then_read(
 
 
 def caltech_archive(names: tuple[str, ...] = ("001.ak47", "002.american-flag")) -> bytes:
-    buffer, picture = io.BytesIO(), io.BytesIO()
-    Image.new("RGB", (12, 9), (10, 20, 30)).save(picture, "PNG")
+    buffer, image = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (12, 9), (10, 20, 30)).save(image, "PNG")
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in names:
             entry = tarfile.TarInfo(f"256_ObjectCategories/{name}/{name[:3]}_0001.png")
-            entry.size = len(picture.getvalue())
-            archive.addfile(entry, io.BytesIO(picture.getvalue()))
+            entry.size = len(image.getvalue())
+            archive.addfile(entry, io.BytesIO(image.getvalue()))
     return buffer.getvalue()
 
 
 @pytest.fixture
 def caltech(server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Archive:
-    """A small Caltech-256 on the server."""
+    """Put a small Caltech-256 on the server and make it the official archive."""
     archive = offered(*server, "256_ObjectCategories.tar", caltech_archive())
     monkeypatch.setattr(data.folders, "CALTECH256", archive)
     monkeypatch.setitem(data.DATA_SETS, "caltech256", replace(data.DATA_SETS["caltech256"], archives=(archive,)))  # type: ignore[arg-type]
@@ -379,8 +383,8 @@ def caltech(server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Archiv
 
 
 def test_caltech_is_fetched_and_extracted(tmp_path: Path, caltech: Archive) -> None:
-    everything, none = data.load("caltech256", tmp_path / "root", size=8, fetch=True)
-    assert none is None
+    everything, test = data.load("caltech256", tmp_path / "root", size=8, fetch=True)
+    assert test is None
     assert everything.classes == ("ak47", "american-flag")
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [
         "256_ObjectCategories",
@@ -391,10 +395,10 @@ def test_caltech_is_fetched_and_extracted(tmp_path: Path, caltech: Archive) -> N
 def test_an_interrupted_extraction_is_not_taken_for_a_data_set(
     tmp_path: Path, caltech: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tarfile.TarFile.extractall
+    extractall = tarfile.TarFile.extractall
 
     def cut_short(archive: tarfile.TarFile, *arguments: object, **options: object) -> None:
-        whole(archive, *arguments, members=archive.getmembers()[:1], **options)  # type: ignore[arg-type, misc]
+        extractall(archive, *arguments, members=archive.getmembers()[:1], **options)  # type: ignore[arg-type, misc]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -408,11 +412,11 @@ def test_an_interrupted_extraction_is_not_taken_for_a_data_set(
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda root: data.load("imagenet", root, fetch=True), "imagenet cannot be downloaded from here"),
-        (lambda root: data.load("imagenet", root), "had from image-net.org after registration"),
-        (lambda root: data.load(f"folder:{root}", fetch=True), "cannot be downloaded from here"),
+        (lambda root: data.load("imagenet", root, fetch=True), "imagenet cannot be downloaded by exitwise"),
+        (lambda root: data.load("imagenet", root), "get it from image-net.org after registration"),
+        (lambda root: data.load(f"folder:{root}", fetch=True), "cannot be downloaded by exitwise"),
         (lambda root: data.load("cifar100", fetch=True), "--download needs --root"),
-        (lambda root: data.load("cifar100"), "say which by --root"),
+        (lambda root: data.load("cifar100"), "must be read from a folder: pass --root DIR"),
     ],
 )
 def test_what_cannot_be_fetched_is_said(tmp_path: Path, load: Callable[[Path], object], message: str) -> None:
@@ -423,7 +427,7 @@ def test_what_cannot_be_fetched_is_said(tmp_path: Path, load: Callable[[Path], o
 
 
 def test_official_addresses_and_checksums_are_whole() -> None:
-    everything = [archive for known in data.DATA_SETS.values() for archive in known.archives]
+    everything = [archive for dataset in data.DATA_SETS.values() for archive in dataset.archives]
     assert len(everything) == len({archive.md5 for archive in everything}) == 7
     for archive in everything:
         assert len(bytes.fromhex(archive.md5)) == 16

@@ -1,4 +1,4 @@
-"""CIFAR-100's binary layout, and splits that are found again."""
+"""CIFAR-100's binary layout, and splits that are located in copies."""
 
 from pathlib import Path
 
@@ -34,10 +34,10 @@ def test_batches_are_normalised_and_cover_everything_once(tmp_path: Path) -> Non
 def test_a_split_is_the_same_for_a_seed_and_disjoint(tmp_path: Path) -> None:
     write_cifar(tmp_path)
     train, test = data.load("cifar100", tmp_path)
-    one, same, other = (data.HoldOut.random(train, 10, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.val.index, same.val.index)
-    assert not torch.equal(one.val.index, other.val.index)
-    splits = one.apply(train, test)
+    first, repeated, different = (data.HoldOut.random(train, 10, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.val.index, repeated.val.index)
+    assert not torch.equal(first.val.index, different.val.index)
+    splits = first.apply(train, test)
     assert sorted([*splits.train.index.tolist(), *splits.val.index.tolist()]) == list(range(40))
     assert splits.test is test
 
@@ -51,10 +51,10 @@ def test_a_split_is_found_in_a_copy_of_another_order(tmp_path: Path) -> None:
     write_cifar(tmp_path / "b")
     np.random.default_rng(9).permutation(records).tofile(tmp_path / "b" / "cifar-100-binary" / "train.bin")
     shuffled, _ = data.load("cifar100", tmp_path / "b")
-    found = data.HoldOut.load(tmp_path / "split.safetensors").apply(shuffled, test)
-    assert torch.equal(found.val.pixels, expected.pixels)
-    assert torch.equal(found.val.labels, expected.labels)
-    assert len(found.train) == 30
+    splits = data.HoldOut.load(tmp_path / "split.safetensors").apply(shuffled, test)
+    assert torch.equal(splits.val.pixels, expected.pixels)
+    assert torch.equal(splits.val.labels, expected.labels)
+    assert len(splits.train) == 30
 
 
 def test_a_split_of_another_data_set_is_refused(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_zoo_split_is_that_of_its_trace() -> None:
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     assert trace.val.index is not None
     assert torch.equal(split.val.index, trace.val.index)
-    assert len(set(split.val.fingerprints.tolist())) >= len(split.val.index) - 5  # CIFAR-100 holds a few pictures twice
+    assert len(set(split.val.fingerprints.tolist())) >= len(split.val.index) - 5  # CIFAR-100 has a few duplicate images
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,18 @@ def test_a_folder_is_not_a_data_sets_name_but_nearly(tmp_path: Path, monkeypatch
 def test_the_digits_are_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
-    everything, none = data.load("digits")
-    assert none is None
+    everything, test = data.load("digits")
+    assert test is None
     assert everything.pixels.shape == (1797, 1, 8, 8)
     pixels = everything.pixels[:, 0].numpy()
     assert np.array_equal(np.rint(pixels * (16 / 255)), load_digits().images)
     assert everything.labels.tolist() == load_digits().target.tolist()
     assert pixels.max() == 255
     assert (pixels.mean() / 255, pixels.std() / 255) == pytest.approx((*everything.mean, *everything.std), abs=2e-4)
+
+
+def test_former_names_still_work() -> None:
+    assert data.Pictures is data.ImageDataset
+    assert data.Shuffled is data.TrainBatches
+    assert data.data_set is data.get_dataset
+    assert ew.zoo.place is ew.zoo.paper_names

@@ -1,4 +1,4 @@
-"""Class folders of picture files, against Pillow used literally."""
+"""Class folders of image files, compared with direct use of Pillow."""
 
 import logging
 import os
@@ -21,9 +21,9 @@ from exitwise.data import Augmentation, folders
 from exitwise.data.folders import ImageFileSet
 
 
-def pixels(found: ImageFileSet) -> np.ndarray:
-    """All pictures (n, height, width, 3)."""
-    return found.pixels_of(torch.arange(len(found)), None, None).permute(0, 2, 3, 1).numpy()
+def pixels(dataset: ImageFileSet) -> np.ndarray:
+    """Return all images (n, height, width, 3)."""
+    return dataset.pixels_of(torch.arange(len(dataset)), None, None).permute(0, 2, 3, 1).numpy()
 
 
 def refused(act: Callable[[], object]) -> str:
@@ -49,12 +49,15 @@ def test_imagenet_is_train_and_val(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda root: shutil.rmtree(root / "val"), "has no val/; it can be had from image-net.org"),
+        (
+            lambda root: shutil.rmtree(root / "val"),
+            "has no val/; exitwise cannot download ImageNet: get it from image-net.org",
+        ),
         (lambda root: shutil.rmtree(root / "train"), "has no train/"),
         (lambda root: picture(root / "val" / "emu" / "0.png"), "the 2 class folders of train, but differs in 'emu'"),
         (lambda root: shutil.rmtree(root / "train" / "cat"), "at least two class folders, but holds 1"),
         (lambda root: shutil.rmtree(root / "val" / "cat"), "at least two class folders, but holds 1"),
-        (lambda root: (root / "train" / "ant").mkdir(), "ant is a class folder without pictures"),
+        (lambda root: (root / "train" / "ant").mkdir(), "ant is a class folder without images"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "Cat"), "differs in 'Cat'"),
     ],
 )
@@ -64,9 +67,9 @@ def test_folders_that_are_not_as_they_must_be_are_named(
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val")
     change(tmp_path)
-    found = refused(lambda: data.load("imagenet", tmp_path))
-    assert message in found
-    assert str(tmp_path) in found
+    error = refused(lambda: data.load("imagenet", tmp_path))
+    assert message in error
+    assert str(tmp_path) in error
 
 
 @pytest.mark.parametrize("inside", ["", "256_ObjectCategories"])
@@ -74,14 +77,14 @@ def test_caltechs_numbers_order_its_classes(tmp_path: Path, inside: str, caplog:
     names = ("001.ak47", "002.american-flag", "056.dog", "257.clutter")
     class_folders(tmp_path / inside, names, each=2)
     for name in ("RENAME2", "greg.txt", "Thumbs.db"):
-        (tmp_path / inside / "056.dog" / name).write_text("not a picture")
+        (tmp_path / inside / "056.dog" / name).write_text("not an image")
     with caplog.at_level(logging.WARNING):
-        everything, none = data.load("caltech256", tmp_path, size=8)
-    assert none is None
+        everything, test = data.load("caltech256", tmp_path, size=8)
+    assert test is None
     assert everything.classes == ("ak47", "american-flag", "dog", "clutter")
     assert everything.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / inside}: skipped 3 files that are not pictures"
+        f"{tmp_path / inside}: skipped 3 files that are not images"
     ]
 
 
@@ -94,8 +97,8 @@ def test_ones_own_folder_with_a_test_set(tmp_path: Path, part: str) -> None:
 
 
 def test_ones_own_folder_without_a_test_set(tmp_path: Path) -> None:
-    everything, none = data.load(f"folder:{class_folders(tmp_path)}", size=8)
-    assert none is None
+    everything, test = data.load(f"folder:{class_folders(tmp_path)}", size=8)
+    assert test is None
     assert everything.files == tuple(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(3))
 
 
@@ -127,7 +130,7 @@ def test_odd_names_are_files_like_others(tmp_path: Path) -> None:
     for where, file in enumerate(found.files):
         if (name := file.split("/")[1]) in expected:
             shown = Image.fromarray(expected[name])
-            assert np.array_equal(pixels(found[torch.tensor([where])])[0], centre(shown, 9))
+            assert np.array_equal(pixels(found[torch.tensor([where])])[0], center_crop(shown, 9))
 
 
 def test_names_that_are_no_text_are_files_too(tmp_path: Path) -> None:
@@ -146,18 +149,18 @@ def test_order_and_fingerprints_depend_on_names_alone(tmp_path: Path) -> None:
     content = tmp_path / "x.png"
     picture(content)
     sets = []
-    for place, seed in (("here", 1), ("there/far away", 2)):
-        random.Random(seed).shuffle(names)  # a directory lists files as they came
+    for folder, seed in (("first", 1), ("second/far away", 2)):
+        random.Random(seed).shuffle(names)  # directories list files in the order of their creation
         for name in names:
-            (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(content, tmp_path / place / name)
-        sets.append(data.load(f"folder:{tmp_path / place}", size=8)[0])
-    one, other = sets
-    assert one.files == other.files == tuple(sorted(names))
-    assert torch.equal(one.fingerprints(), other.fingerprints())
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(content, tmp_path / folder / name)
+        sets.append(data.load(f"folder:{tmp_path / folder}", size=8)[0])
+    first, second = sets
+    assert first.files == second.files == tuple(sorted(names))
+    assert torch.equal(first.fingerprints(), second.fingerprints())
     some = torch.tensor([20, 3, 11])
-    assert torch.equal(one[some].fingerprints(), one.fingerprints()[some])
-    assert (one[some].index.tolist(), one[some].labels.tolist()) == ([20, 3, 11], [2, 0, 1])
+    assert torch.equal(first[some].fingerprints(), first.fingerprints()[some])
+    assert (first[some].index.tolist(), first[some].labels.tolist()) == ([20, 3, 11], [2, 0, 1])
 
 
 # -- unreadable files
@@ -171,7 +174,7 @@ def cut_jpeg(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut.jpg": cut_jpeg,
     "empty.png": lambda path: path.touch(),
-    "text.jpg": lambda path: path.write_text("no picture"),
+    "text.jpg": lambda path: path.write_text("not an image"),
     "cut.png": lambda path: (picture(path, 60, 60), path.write_bytes(path.read_bytes()[:500])),
     "floats.tiff": lambda path: Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(path),
 }
@@ -184,8 +187,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path, name: str, workers: int) ->
     DAMAGE[name](tmp_path / "dog" / name)
     found, _ = data.load(f"folder:{tmp_path}", size=8)
     message = refused(lambda: list(data.Batches(found, 2, workers)))
-    assert message.startswith(f"{tmp_path / 'dog' / name} cannot be read as a picture (")
-    assert message.endswith("--skip-unreadable leaves such out")
+    assert message.startswith(f"{tmp_path / 'dog' / name} cannot be read as an image (")
+    assert message.endswith("--skip-unreadable skips such files")
 
 
 def test_unreadable_files_are_left_out_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,16 +196,16 @@ def test_unreadable_files_are_left_out_when_asked(tmp_path: Path, caplog: pytest
         class_folders(tmp_path / part)
         for name, damage in DAMAGE.items():
             damage(tmp_path / part / "cat" / name)
-    whole, _ = data.load(f"folder:{tmp_path}", size=8)
+    complete, _ = data.load(f"folder:{tmp_path}", size=8)
     with caplog.at_level(logging.WARNING):
         train, test = data.load(f"folder:{tmp_path}", size=8, skip_unreadable=True)
     assert train.files == test.files == tuple(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(3))
-    assert [whole.files[place] for place in train.index] == list(train.files)
+    assert [complete.files[position] for position in train.index] == list(train.files)
     lines = [record.getMessage() for record in caplog.records]
     for part in ("train", "test"):
         for name in DAMAGE:
-            where = f"skipped: {tmp_path / part / 'cat' / name} cannot be read as a picture ("
-            assert [line.startswith(where) for line in lines].count(True) == 1
+            start = f"skipped: {tmp_path / part / 'cat' / name} cannot be read as an image ("
+            assert [line.startswith(start) for line in lines].count(True) == 1
     assert len(lines) == 2 * len(DAMAGE)
     assert not any("--skip-unreadable" in line for line in lines)
     assert len(list(data.Batches(train, 4))) == 2
@@ -213,7 +216,7 @@ def test_nothing_readable_at_all_is_an_error(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.jpg").touch()
     message = refused(lambda: data.load(f"folder:{tmp_path}", skip_unreadable=True))
-    assert "has 2 picture files, but none can be read" in message
+    assert "has 2 image files, but none can be read" in message
 
 
 @settings(max_examples=60, deadline=None)
@@ -234,17 +237,17 @@ def test_damage_anywhere_gives_a_picture_or_one_line(
     except ew.InputError as error:
         found, problem = None, str(error)
     if found is None:
-        assert problem.startswith(f"{path} cannot be read as a picture (")
+        assert problem.startswith(f"{path} cannot be read as an image (")
         assert "\n" not in problem
     else:
         assert found.shape == (8, 8, 3)
 
 
-# -- what becomes of a picture
+# -- scaling and cropping
 
 
-def centre(image: Image.Image, size: int = 224, short: int | None = None) -> np.ndarray:
-    """Short side to 256 (of 224), then the centre, as torchvision's Resize and CenterCrop say it; or as it is."""
+def center_crop(image: Image.Image, size: int = 224, short: int | None = None) -> np.ndarray:
+    """Scale the short side to 256 (for 224) and crop the center, as torchvision's Resize and CenterCrop do."""
     if image.size == (size, size):
         return np.asarray(image)
     short = short or round(size * 256 / 224)
@@ -263,7 +266,7 @@ def test_the_test_transform_is_resize_256_and_centre_224(tmp_path: Path, width: 
     image = picture(tmp_path / "a" / "x.png", width, height)
     found = folders.decode(tmp_path / "a" / "x.png", 224, None, None)
     elongated = max(width, height) > 16 * min(width, height)  # then up to rounding
-    assert np.abs(found.astype(int) - centre(image, 224, 256)).max() <= elongated
+    assert np.abs(found.astype(int) - center_crop(image, 224, 256)).max() <= elongated
 
 
 @settings(max_examples=40, deadline=None)
@@ -271,19 +274,19 @@ def test_the_test_transform_is_resize_256_and_centre_224(tmp_path: Path, width: 
 def test_the_centre_of_any_picture(width: int, height: int, size: int) -> None:
     rng = np.random.default_rng([width, height])
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    found = np.asarray(folders._centre(image, size)).astype(int)
-    assert np.abs(found - centre(image, size)).max() <= (max(width, height) > 16 * min(width, height))
+    found = np.asarray(folders._crop_center(image, size)).astype(int)
+    assert np.abs(found - center_crop(image, size)).max() <= (max(width, height) > 16 * min(width, height))
 
 
 def test_a_line_of_pixels_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resized as a whole it would have 2^34 pixels. Asked for so many, Pillow tries: so the request is caught."""
+    """The complete resized image would have 2^34 pixels; the check of `resize` keeps Pillow from allocating them."""
     resize = Image.Image.resize
 
-    def watched(image: Image.Image, size: tuple[int, int], *arguments: object, **options: object) -> Image.Image:
+    def checked_resize(image: Image.Image, size: tuple[int, int], *arguments: object, **options: object) -> Image.Image:
         assert size[0] * size[1] <= 16 * 256 * 256
         return resize(image, size, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Image.Image, "resize", watched)
+    monkeypatch.setattr(Image.Image, "resize", checked_resize)
     Image.new("RGB", (2**18, 1), (1, 2, 3)).save(tmp_path / "x.png")
     found = folders.decode(tmp_path / "x.png", 224, None, None)
     assert np.array_equal(found, np.full((224, 224, 3), (1, 2, 3)))
@@ -293,7 +296,7 @@ def test_batches_of_files_are_normalised_as_imagenet_is(tmp_path: Path) -> None:
     images = [picture(tmp_path / name / "x.png", 300, 260, seed=i) for i, name in enumerate(("a", "b"))]
     found, _ = data.load(f"folder:{tmp_path}")
     ((batch, labels, index),) = data.Batches(found, 5)
-    expected = np.stack([centre(image) for image in images]) / 255
+    expected = np.stack([center_crop(image) for image in images]) / 255
     expected = (expected - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
     np.testing.assert_allclose(batch.numpy(), expected.transpose(0, 3, 1, 2), atol=2e-6)
     assert (batch.dtype, labels.tolist(), index.tolist()) == (torch.float32, [0, 1], [0, 1])
@@ -308,7 +311,7 @@ def test_every_kind_of_picture_becomes_rgb(tmp_path: Path, mode: str) -> None:
     picture(path, 8, 8, mode)
     with Image.open(path) as image:
         expected = image.convert("RGB")
-    assert np.array_equal(folders.decode(path, 7, None, None), centre(expected, 7))
+    assert np.array_equal(folders.decode(path, 7, None, None), center_crop(expected, 7))
     if mode in ("L", "LA", "1"):
         assert len(np.unique(np.asarray(expected).reshape(-1, 3) @ [1, -2, 1])) == 1  # grey
 
@@ -339,7 +342,7 @@ UNIT = st.floats(0, 1, exclude_max=True, width=32)
 def test_a_random_part_lies_in_the_picture_and_has_the_shape_it_may_have(
     width: int, height: int, draws: list[float]
 ) -> None:
-    left, top, right, bottom = folders._part(width, height, draws)
+    left, top, right, bottom = folders._random_crop_box(width, height, draws)
     assert all(side == int(side) for side in (left, top, right, bottom))
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
@@ -355,18 +358,18 @@ def test_a_random_part_lies_in_the_picture_and_has_the_shape_it_may_have(
 
 
 def test_where_no_part_fits_the_middle_is_taken() -> None:
-    whole = [1 - 2**-24] * 40  # all of the area as 4:3, ten times
-    assert folders._part(100, 400, whole) == (0, 133, 100, 266)
-    assert folders._part(400, 100, whole) == (133, 0, 266, 100)
-    assert folders._part(100, 100, whole) == (0, 0, 100, 100)
+    largest = [1 - 2**-24] * 40  # the complete area at 4:3, ten times
+    assert folders._random_crop_box(100, 400, largest) == (0, 133, 100, 266)
+    assert folders._random_crop_box(400, 100, largest) == (133, 0, 266, 100)
+    assert folders._random_crop_box(100, 100, largest) == (0, 0, 100, 100)
 
 
 def test_areas_and_shapes_of_parts_are_spread_as_they_should_be() -> None:
     draws = torch.rand(4000, 40, generator=torch.Generator().manual_seed(0)).tolist()
-    boxes = np.array([folders._part(1000, 1000, row) for row in draws])
+    boxes = np.array([folders._random_crop_box(1000, 1000, row) for row in draws])
     w, h = (boxes[:, 2:] - boxes[:, :2]).T
     area, shape = w * h / 1e6, np.log(w / h)
-    small = area < 0.7  # of these, hardly any is refused
+    small = area < 0.7  # of these, few do not fit
     assert area.min() == pytest.approx(0.08, abs=0.002)
     assert np.histogram(area[small], 4, (0.08, 0.7))[0] / small.sum() == pytest.approx(0.25, abs=0.04)
     assert np.histogram(shape[small], 4, (-np.log(4 / 3), np.log(4 / 3)))[0] / small.sum() == pytest.approx(
@@ -383,8 +386,8 @@ def test_a_part_is_cut_resized_and_flipped(tmp_path_factory: pytest.TempPathFact
     augmentation = Augmentation(resized_crop=True, flip=flip)
     row = torch.rand(augmentation.draws, generator=torch.Generator().manual_seed(seed)).tolist()
     found = folders.decode(path, 24, augmentation, row).astype(int)
-    x0, y0, x1, y1 = (int(side) for side in folders._part(60, 47, row[3:]))
-    # Pillow's resize of a box looks no further than the box but for the pixels at its edge.
+    x0, y0, x1, y1 = (int(side) for side in folders._random_crop_box(60, 47, row[3:]))
+    # Pillow's resize of a box reads only the box and the pixels at its edge.
     expected = np.asarray(image.resize((24, 24), Image.Resampling.BILINEAR, box=(x0, y0, x1, y1))).astype(int)
     if flip and row[2] < 0.5:
         expected = expected[:, ::-1]
@@ -399,7 +402,7 @@ def test_files_are_padded_cropped_and_flipped_too(
     path = tmp_path_factory.getbasetemp() / "padded.png"
     image = picture(path, 20, 17)
     found = folders.decode(path, 14, Augmentation(padding=3, flip=True), list(draws))
-    padded = np.pad(centre(image, 14), ((3, 3), (3, 3), (0, 0)))
+    padded = np.pad(center_crop(image, 14), ((3, 3), (3, 3), (0, 0)))
     left, top = int(draws[0] * 7), int(draws[1] * 7)
     expected = padded[top : top + 14, left : left + 14]
     assert np.array_equal(found, expected[:, ::-1] if draws[2] < 0.5 else expected)

@@ -1,4 +1,4 @@
-"""What is held out: sizes, seeds, files, and that it is found again."""
+"""Held-out images: sizes, seeds, files, and splits that are located in copies."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,8 @@ import exitwise as ew
 from exitwise import data
 from exitwise.data import HoldOut, ImageSet
 from exitwise.data.holdout import FORMAT
-from exitwise.runs import collect
+from exitwise.runs.data import load_new_data
+from exitwise.runs.options import DataOptions
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,20 +31,20 @@ def parts(splits: data.Splits[ImageSet]) -> list[list[int]]:
 def test_three_parts_have_the_sizes_asked_for_and_share_nothing(n: int, data_: st.DataObject, seed: int) -> None:
     val = data_.draw(st.integers(1, n - 2))
     test = data_.draw(st.integers(1, n - 1 - val))
-    pictures = image_set(n, side=3)
-    held = HoldOut.random(pictures, val, seed, test)
-    found = parts(held.apply(pictures, None))
-    assert [len(part) for part in found] == [n - val - test, val, test]
-    assert sorted(place for part in found for place in part) == list(range(n))
-    assert all(part == sorted(part) for part in found)
-    assert parts(HoldOut.random(pictures, val, seed, test).apply(pictures, None)) == found
+    dataset = image_set(n, side=3)
+    hold_out = HoldOut.random(dataset, val, seed, test)
+    splits = parts(hold_out.apply(dataset, None))
+    assert [len(part) for part in splits] == [n - val - test, val, test]
+    assert sorted(position for part in splits for position in part) == list(range(n))
+    assert all(part == sorted(part) for part in splits)
+    assert parts(HoldOut.random(dataset, val, seed, test).apply(dataset, None)) == splits
 
 
 def test_pictures_are_chosen_evenly() -> None:
-    pictures, chosen = image_set(20, side=2), Counter[int]()
+    dataset, chosen = image_set(20, side=2), Counter[int]()
     for seed in range(600):
-        held = HoldOut.random(pictures, 4, seed, 6)
-        chosen.update(held.val.index.tolist())
+        hold_out = HoldOut.random(dataset, 4, seed, 6)
+        chosen.update(hold_out.val.index.tolist())
     expected = 600 * 4 / 20
     assert len(chosen) == 20
     assert max(abs(count - expected) for count in chosen.values()) < 5 * expected**0.5
@@ -63,7 +64,7 @@ def test_a_split_must_leave_something(val: int, test: int, message: str) -> None
 
 
 class Numbered(ImageSet):
-    """As many pictures as the real data set has, without their pixels."""
+    """Stand-in for a large dataset: n images of one pixel, with their positions as fingerprints."""
 
     def fingerprints(self) -> torch.Tensor:
         return self.index
@@ -76,7 +77,7 @@ def numbered(n: int) -> Numbered:
 
 
 @pytest.mark.parametrize(
-    ("name", "pictures", "own_test", "expected"),
+    ("name", "train_size", "test_size", "expected"),
     [
         ("cifar100", 50_000, 10_000, (45_000, 5_000, 10_000)),
         ("cifar10", 50_000, 10_000, (45_000, 5_000, 10_000)),
@@ -87,11 +88,11 @@ def numbered(n: int) -> Numbered:
     ],
 )
 def test_the_splits_are_the_papers(
-    monkeypatch: pytest.MonkeyPatch, name: str, pictures: int, own_test: int | None, expected: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, name: str, train_size: int, test_size: int | None, expected: tuple[int, ...]
 ) -> None:
-    loaded = numbered(pictures), None if own_test is None else numbered(own_test)
+    loaded = numbered(train_size), None if test_size is None else numbered(test_size)
     monkeypatch.setattr(data, "load", lambda *_: loaded)
-    _, splits, _ = collect.DataOptions(name).load(32)
+    _, splits, _ = load_new_data(DataOptions(name), 32)
     assert (len(splits.train), len(splits.val), len(splits.test)) == expected
 
 
@@ -100,14 +101,14 @@ def test_the_splits_are_the_papers(
 
 @pytest.mark.parametrize("test", [0, 5])
 def test_a_split_comes_back_from_its_file(tmp_path: Path, test: int) -> None:
-    pictures, own = image_set(30), image_set(8)
-    held = HoldOut.random(pictures, 7, 3, test)
-    held.save(tmp_path / "new" / "split.safetensors")
-    back = HoldOut.load(tmp_path / "new" / "split.safetensors")
-    assert (back.test is None) == (test == 0)
-    one, other = (each.apply(pictures, None if test else own) for each in (held, back))
-    assert parts(one) == parts(other)
-    assert torch.equal(one.val.pixels, other.val.pixels)
+    dataset, test_set = image_set(30), image_set(8)
+    hold_out = HoldOut.random(dataset, 7, 3, test)
+    hold_out.save(tmp_path / "new" / "split.safetensors")
+    loaded = HoldOut.load(tmp_path / "new" / "split.safetensors")
+    assert (loaded.test is None) == (test == 0)
+    before, after = (split.apply(dataset, None if test else test_set) for split in (hold_out, loaded))
+    assert parts(before) == parts(after)
+    assert torch.equal(before.val.pixels, after.val.pixels)
 
 
 def twice(tensors: Tensors) -> None:
@@ -146,43 +147,45 @@ def test_damaged_splits_are_refused(tmp_path: Path, message: str) -> None:
 
 def test_files_that_are_no_splits_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "split.safetensors"
-    held = HoldOut.random(image_set(30), 7, 3)
+    hold_out = HoldOut.random(image_set(30), 7, 3)
     for metadata, message in (({"format": "pt"}, "format"), ({"format": FORMAT, "version": "2"}, "version '2'")):
-        save_file({"val.index": held.val.index, "val.fingerprint": held.val.fingerprints}, path, metadata=metadata)
+        save_file(
+            {"val.index": hold_out.val.index, "val.fingerprint": hold_out.val.fingerprints}, path, metadata=metadata
+        )
         with pytest.raises(ew.InputError, match=message):
             HoldOut.load(path)
     path.unlink()
-    held.save(path)
+    hold_out.save(path)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ew.InputError, match="not a whole safetensors file"):
+    with pytest.raises(ew.InputError, match="not a complete safetensors file"):
         HoldOut.load(path)
     with pytest.raises(ew.InputError, match="does not exist"):
         HoldOut.load(tmp_path / "nothing")
 
 
-# -- found again
+# -- located in copies
 
 
-def shuffled(pictures: ImageSet, seed: int) -> ImageSet:
-    """The same pictures in another order, numbered anew."""
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(pictures)))
+def shuffled(dataset: ImageSet, seed: int) -> ImageSet:
+    """Return the images in another order, with new positions."""
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(dataset)))
     return ImageSet(
-        pictures.pixels[order], pictures.labels[order], pictures.index, pictures.classes, pictures.mean, pictures.std
+        dataset.pixels[order], dataset.labels[order], dataset.index, dataset.classes, dataset.mean, dataset.std
     )
 
 
 @settings(max_examples=30, deadline=None)
 @given(copies=st.integers(1, 3), seed=st.integers(0, 1000))
 def test_a_split_is_found_again_in_another_order(copies: int, seed: int) -> None:
-    """Also where the data set holds pictures twice, as CIFAR-100 does: in any order as many, and none in two parts."""
-    once = image_set(12)
-    pixels = once.pixels.repeat(copies, 1, 1, 1)
+    """Duplicate images, as in CIFAR-100, keep the sizes of the parts in any order, and no image is in two parts."""
+    unique = image_set(12)
+    pixels = unique.pixels.repeat(copies, 1, 1, 1)
     n = len(pixels)
-    pictures = ImageSet(pixels, torch.arange(n), torch.arange(n), once.classes, once.mean, once.std)
-    held = HoldOut.random(pictures, n // 3, seed, n // 4)
-    before = held.apply(pictures, None)
-    after = held.apply(shuffled(pictures, seed), None)
-    assert sorted(place for part in parts(after) for place in part) == list(range(n))
+    dataset = ImageSet(pixels, torch.arange(n), torch.arange(n), unique.classes, unique.mean, unique.std)
+    hold_out = HoldOut.random(dataset, n // 3, seed, n // 4)
+    before = hold_out.apply(dataset, None)
+    after = hold_out.apply(shuffled(dataset, seed), None)
+    assert sorted(position for part in parts(after) for position in part) == list(range(n))
     assert torch.equal(after.val.pixels, before.val.pixels)
     assert torch.equal(after.test.pixels, before.test.pixels)
     if copies == 1:
@@ -190,33 +193,33 @@ def test_a_split_is_found_again_in_another_order(copies: int, seed: int) -> None
 
 
 def test_a_split_of_other_pictures_is_refused() -> None:
-    held = HoldOut.random(image_set(30), 7, 0, 5)
+    hold_out = HoldOut.random(image_set(30), 7, 0, 5)
     with pytest.raises(ew.InputError, match="7 of the run's 7 validation images are not among these 40 train images"):
-        held.apply(image_set(40), None)
+        hold_out.apply(image_set(40), None)
     smaller = image_set(30)[torch.arange(29)]
-    lost = [name for name, part in (("validation", held.val), ("test", held.test)) if part and 29 in part.index]
+    lost = [name for name, part in (("validation", hold_out.val), ("test", hold_out.test)) if part and 29 in part.index]
     if lost:
         with pytest.raises(ew.InputError, match=f"1 of the run's . {lost[0]} images"):
-            held.apply(smaller, None)
-    gone = torch.tensor([place for place in range(30) if place != int(held.val.index[2])])
+            hold_out.apply(smaller, None)
+    remaining = torch.tensor([position for position in range(30) if position != int(hold_out.val.index[2])])
     with pytest.raises(ew.InputError, match="1 of the run's 7 validation images are not among these 29"):
-        held.apply(image_set(30)[gone], None)
+        hold_out.apply(image_set(30)[remaining], None)
 
 
 def test_a_split_without_test_images_needs_a_test_set() -> None:
-    with pytest.raises(ew.InputError, match="says nothing about test images"):
+    with pytest.raises(ew.InputError, match="holds out no test images"):
         HoldOut.random(image_set(30), 7, 0).apply(image_set(30), None)
 
 
 def test_a_split_of_files_is_found_where_the_folder_moved_and_grew(tmp_path: Path) -> None:
     class_folders(tmp_path / "a", each=8)
-    pictures, _ = data.load(f"folder:{tmp_path / 'a'}", size=8)
-    held = HoldOut.random(pictures, 4, 1, 3)
-    before = held.apply(pictures, None)
+    dataset, _ = data.load(f"folder:{tmp_path / 'a'}", size=8)
+    hold_out = HoldOut.random(dataset, 4, 1, 3)
+    before = hold_out.apply(dataset, None)
     (tmp_path / "a").rename(tmp_path / "b")
     class_folders(tmp_path / "b", ("ant", "cat", "dog"), each=9)  # other positions
     grown, _ = data.load(f"folder:{tmp_path / 'b'}", size=8)
-    after = held.apply(grown, None)
+    after = hold_out.apply(grown, None)
     assert (after.val.files, after.test.files) == (before.val.files, before.test.files)
     assert len(after.train) == 27 - 7
     assert not set(after.train.files) & {*after.val.files, *after.test.files}

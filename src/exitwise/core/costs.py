@@ -13,7 +13,21 @@ UNITS = ("MACs", "ms")
 
 @dataclass(frozen=True)
 class Costs:
-    """Cumulative cost of a sample that leaves at exit k: `values` (K,) that grow, with their unit ("MACs" or "ms")."""
+    """Cumulative costs (K,) of a sample that exits at exit 1..K, with their unit.
+
+    Args:
+        values: Costs (K,), positive and increasing from exit to exit.
+        unit: "MACs" or "ms".
+
+    Raises:
+        InputError: If the costs are not positive, finite and increasing, or if the unit is unknown.
+
+    Example:
+        >>> import exitwise as ew
+        >>> costs = ew.Costs((7e6, 14e6, 28e6))
+        >>> len(costs), costs.unit
+        (3, 'MACs')
+    """
 
     values: tuple[float, ...]
     unit: str = "MACs"
@@ -26,7 +40,7 @@ class Costs:
                 f"`costs` must be positive, finite numbers, one per exit, but got {self.values!r}"
             ) from None
         object.__setattr__(self, "values", values)
-        if not values or not all(1e-100 < value < 1e100 for value in values):  # so that sums and ratios are numbers too
+        if not values or not all(1e-100 < value < 1e100 for value in values):  # keeps sums and ratios finite
             raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
         if any(later <= earlier for earlier, later in pairwise(values)):
             raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
@@ -34,7 +48,7 @@ class Costs:
 
     @classmethod
     def of(cls, costs: "Costs | Sequence[float]") -> "Costs":
-        """Costs as they are, or a plain sequence of cumulative MACs (K,)."""
+        """Return `costs` unchanged if it is a `Costs`, else make one from a sequence of cumulative MACs (K,)."""
         try:
             return costs if isinstance(costs, Costs) else cls(tuple(costs))
         except TypeError:
@@ -44,7 +58,11 @@ class Costs:
         return len(self.values)
 
     def check_budget(self, budget: Any) -> None:
-        """Refuse what no policy can cost, and say what can be."""
+        """Raise InputError unless `budget` lies between the costs of the first and the last exit.
+
+        Args:
+            budget: Average cost per sample, in the unit of these costs.
+        """
         low, high = self.values[0], self.values[-1]
         if not is_number(budget) or not low <= budget <= high:
             raise InputError(
@@ -54,7 +72,7 @@ class Costs:
 
 
 def format_cost(value: float, unit: str = "MACs") -> str:
-    """A cost in words: 38.04 million MACs, 12.5 ms."""
+    """Return a cost with its unit, such as "38.04 million MACs" or "12.5 ms"."""
     if unit != "MACs":
         return f"{value:.4g} {unit}"
     for size, name in ((1e9, "billion"), (1e6, "million")):
@@ -64,5 +82,5 @@ def format_cost(value: float, unit: str = "MACs") -> str:
 
 
 def format_percent(share: float) -> str:
-    """With as many digits as it has."""
+    """Return a share as a percentage without trailing zeros: 0.125 becomes "12.5 %"."""
     return f"{100 * share:.10g} %"

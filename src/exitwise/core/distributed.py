@@ -1,4 +1,4 @@
-"""One process of several: who it is, its share of the batches, and sums over all. Alone, all of it does nothing."""
+"""Distributed helpers: rank, sharding, reductions and broadcasts. No-ops in a single process."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice, zip_longest
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """How many processes work together."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def shard_batches(loader: Iterable[T]) -> Iterable[T]:
-    """This process's share of a loader's batches: whole batches, none twice, none left out."""
+    """Return this rank's shard of a loader: every batch of the loader belongs to exactly one rank."""
     if world_size() == 1:
         return loader
-    if hasattr(loader, "shard"):  # reads only what it needs
+    if hasattr(loader, "shard"):  # reads only its own batches
         shard: Iterable[T] = loader.shard(rank(), world_size())
         return shard
     return islice(loader, rank(), None, world_size())
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """The sum of every process's values, on the device where they were."""
+    """Return the sum of `values` over all ranks, on the device of `values`."""
     if world_size() == 1:
         return values
     summed = values.detach().to(_device(), copy=True)
@@ -43,30 +43,31 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def gather_batches(batches: list[Tensor]) -> Tensor:
-    """The rows of all processes' batches, in the order of the loader that they were dealt from.
+    """Return the rows of all ranks' batches, in the order of the loader from which `shard_batches` took them.
 
-    Each process puts its rows where they belong among zeros, and the sum is the whole. The batches are used up.
+    Each rank writes its rows into a tensor of zeros at their final positions, and the tensors are summed. The list
+    `batches` is emptied, to free memory early.
     """
     if world_size() == 1:
         return torch.cat(batches)
-    described = [(len(batch), batch.shape[1:], batch.dtype) for batch in batches]
-    everyone: list[list[tuple[int, torch.Size, torch.dtype]]] = [[] for _ in range(world_size())]
-    dist.all_gather_object(everyone, described)
-    _, shape, dtype = everyone[0][0]  # the first process has the first batch
-    whole = torch.zeros(sum(size for theirs in everyone for size, *_ in theirs), *shape, dtype=dtype)
+    own_specs = [(len(batch), batch.shape[1:], batch.dtype) for batch in batches]
+    specs_by_rank: list[list[tuple[int, torch.Size, torch.dtype]]] = [[] for _ in range(world_size())]
+    dist.all_gather_object(specs_by_rank, own_specs)
+    _, shape, dtype = specs_by_rank[0][0]  # rank 0 has the first batch
+    rows = torch.zeros(sum(size for specs in specs_by_rank for size, *_ in specs), *shape, dtype=dtype)
     start = 0
-    for turn in zip_longest(*everyone):
-        for owner, found in enumerate(turn):
-            if found is None:
+    for specs in zip_longest(*specs_by_rank):
+        for owner, spec in enumerate(specs):
+            if spec is None:
                 continue
             if owner == rank():
-                whole[start : start + found[0]] = batches.pop(0)
-            start += found[0]
-    return all_reduce_sum(whole)
+                rows[start : start + spec[0]] = batches.pop(0)
+            start += spec[0]
+    return all_reduce_sum(rows)
 
 
 def broadcast_object(value: T) -> T:
-    """The first process's value."""
+    """Return rank 0's `value` on every rank."""
     if world_size() == 1:
         return value
     shared = [value]
@@ -75,7 +76,7 @@ def broadcast_object(value: T) -> T:
 
 
 def run_on_rank_zero(act: Callable[[], T]) -> T:
-    """What an act of the first process gives, in all of them; an error of it is everybody's."""
+    """Call `act` on rank 0 and broadcast its result, or its error, to all ranks."""
     if world_size() == 1:
         return act()
     value: T | None = None
@@ -92,7 +93,7 @@ def run_on_rank_zero(act: Callable[[], T]) -> T:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Overwrite every process's tensors by the first one's."""
+    """Overwrite the tensors of every rank with those of rank 0."""
     if world_size() > 1:
         for tensor in tensors:
             shared = tensor.detach().to(_device(), copy=True)
@@ -101,5 +102,5 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
 
 
 def _device() -> torch.device:
-    """Where collectives work: NCCL knows only GPUs."""
+    """Return the device for collectives: NCCL supports only GPUs."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Reading and writing files: whole or not at all, and never code. Without torch; tensors are in `tensorfiles`."""
+"""Atomic writes of files and folders, and JSON. Does not import torch; for tensors see `tensorfiles`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _PARTIAL_SUFFIX = ".part"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; renamed over `path` when the block ends well, removed otherwise."""
+    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
     os.close(handle)
@@ -24,7 +24,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o644)
-        _flush_to_disk(temporary)  # or a power failure could leave the new name with nothing behind it
+        _flush_to_disk(temporary)  # or a power failure could leave an empty file under the new name
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -37,18 +37,20 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what a process left that was killed while it wrote to a folder."""
-    for left in folder.glob(f".*{_PARTIAL_SUFFIX}"):
-        left.unlink(missing_ok=True)
+    """Delete partial files left behind by a killed process."""
+    for partial_file in folder.glob(f".*{_PARTIAL_SUFFIX}"):
+        partial_file.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` as indented JSON, atomically; raise ValueError for non-finite values."""
     text = json.dumps(data, indent=2, allow_nan=False)
     with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise InputError if the file is missing, not JSON, or not an object."""
     if not path.is_file():
         raise InputError(f"{path} does not exist")
     try:
@@ -62,26 +64,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def atomic_directory(
-    directory: str | Path, force: bool = False, marker: str = "run.json", what: str = "a run"
+    directory: str | Path, force: bool = False, marker: str = "run.json", noun: str = "a run"
 ) -> Iterator[Path]:
-    """A new folder to fill; it becomes the run when the block ends well, and vanishes otherwise.
+    """Yield a temporary folder to fill; rename it to `directory` if the block succeeds, delete it otherwise.
 
-    An existing run is replaced only with `force`, and anything else that is there never. The file `marker` tells a run,
-    or whatever else is made, from other folders.
+    Args:
+        directory: Final path of the folder.
+        force: Replace an existing folder, but only if it contains `marker`.
+        marker: File that a replaceable folder contains.
+        noun: The folder's kind with its article, for messages.
     """
     directory = Path(directory)
     if directory.resolve() == Path.cwd().resolve():
         raise InputError(f"{directory} is the current folder: name a folder inside it")
-    _check_free(directory, force, marker, what)
+    _check_free(directory, force, marker, noun)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     except OSError as error:
-        raise InputError(f"{directory} cannot be made ({error.strerror}): choose another place") from None
+        raise InputError(f"{directory} cannot be created ({error.strerror}): choose another path") from None
     try:
         yield new
         new.chmod(0o755)
-        _check_free(directory, force, marker, what)  # another command may have made it meanwhile
+        _check_free(directory, force, marker, noun)  # another command may have created it meanwhile
         if directory.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
             directory.rename(old / "run")
@@ -95,10 +100,10 @@ def atomic_directory(
 
 
 def _check_free(directory: Path, force: bool, marker: str, noun: str) -> None:
-    """Refuse a place where something is that must not be replaced."""
+    """Raise InputError if `directory` holds something that must not be replaced."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not (directory / marker).is_file():
-        raise InputError(f"{directory} exists and is not {noun}: choose another place")
+        raise InputError(f"{directory} exists and is not {noun}: choose another path")
     if not force:
-        raise InputError(f"{directory} already holds {noun}: choose another place, or --force to replace it")
+        raise InputError(f"{directory} already holds {noun}: choose another path, or --force to replace it")

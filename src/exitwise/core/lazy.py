@@ -1,8 +1,7 @@
 """Public names of a package, listed once in its stub file and imported on first use.
 
-A stub (`__init__.pyi`) tells type checkers and editors where each name is defined. Reading the same file at run time
-keeps the import of a package cheap: `exitwise.policies` works where torch is not installed, and `exitwise --help` does
-not load it.
+A stub (`__init__.pyi`) shows type checkers and editors where each name is defined. Reading the same file at run time
+keeps the import of a package cheap: `exitwise.policies` works without torch, and `exitwise --help` does not load it.
 """
 
 import ast
@@ -15,7 +14,7 @@ from typing import Any
 def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package whose stub lies beside its `__init__.py`."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    homes = {
+    definitions = {
         alias.asname or alias.name: (node.module or package, alias.name)
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
@@ -23,16 +22,16 @@ def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], Any], Ca
     }
 
     def get_attribute(name: str) -> Any:
-        if name not in homes:
+        if name not in definitions:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, original = homes[name]
-        if module != package:
-            home = import_module(module)
-            if hasattr(home, original):
-                return getattr(home, original)
-        return import_module(f"{module}.{original}")
+        module_name, original = definitions[name]
+        if module_name != package:
+            module = import_module(module_name)
+            if hasattr(module, original):
+                return getattr(module, original)
+        return import_module(f"{module_name}.{original}")
 
     def list_names() -> list[str]:
-        return sorted(homes)
+        return sorted(definitions)
 
-    return get_attribute, list_names, sorted(homes)
+    return get_attribute, list_names, sorted(definitions)

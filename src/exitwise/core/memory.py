@@ -1,13 +1,13 @@
-"""Memory layout of tensors: contiguous, from a 64-byte boundary on.
+"""Memory layout of tensors: contiguous and aligned to 64 bytes.
 
-Matrix kernels choose their order of summation by the layout and the alignment of their operands, so that equal values
-in another layout give results that differ in the last bits. What is loaded or kept has one layout, hence one result.
+Matrix kernels choose their order of summation by the layout and the alignment of their operands: equal values in
+another layout give results that differ in the last bits. Loaded and stored tensors therefore have one layout.
 """
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes: what PyTorch's own CPU allocator returns
+ALIGNMENT = 64  # bytes, as PyTorch's CPU allocator
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -21,7 +21,7 @@ def align(tensor: Tensor) -> Tensor:
 
 
 def align_fields(record: object, *names: str) -> None:
-    """Align the tensors that a frozen dataclass holds under `names`, alone or in tuples; call it in `__post_init__`."""
+    """Align the tensors, or tuples of tensors, in the fields `names` of a frozen dataclass, in its `__post_init__`."""
     for name in names:
         value = getattr(record, name)
         if isinstance(value, tuple):

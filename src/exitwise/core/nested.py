@@ -1,4 +1,8 @@
-"""What stages hand on: a tensor, or nested lists, tuples and dicts of tensors, every one of them per sample."""
+"""Nested states that stages pass on: a tensor, or lists, tuples and mappings of tensors, one row per sample each.
+
+`torch.utils._pytree` cannot replace these functions: it takes mappings and sequences of unregistered types, such as the
+`UserDict` that tokenizers return, for leaves, so their tensors would be missed.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,7 +13,10 @@ from exitwise.core.errors import InputError
 
 
 def map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
-    """A state of the same structure with `function` of the tensors in the same place; what is no tensor stays."""
+    """Apply `function` to corresponding tensors of nested states; other leaves are returned unchanged.
+
+    The result has the structure of the first state; every mapping becomes a dict.
+    """
     first = states[0]
     if isinstance(first, Tensor):
         return function(*states)
@@ -22,7 +29,7 @@ def map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
 
 
 def iter_tensors(state: Any) -> Iterator[Tensor]:
-    """The tensors of a state, in order."""
+    """Iterate over the tensors of a state, in order."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping | list | tuple):
@@ -31,26 +38,26 @@ def iter_tensors(state: Any) -> Iterator[Tensor]:
 
 
 def replace_tensors(state: Any, new: Iterator[Tensor]) -> Any:
-    """A state of the same structure with other tensors."""
+    """Return a state of the same structure with its tensors replaced by those of `new`, in order."""
     return map_tensors(lambda _: next(new), state)
 
 
 def num_samples(state: Any, name: str = "a state") -> int:
-    """How many samples it has; every tensor must have as many."""
-    found = {len(tensor) if tensor.dim() else -1 for tensor in iter_tensors(state)}
-    if len(found) != 1 or found == {-1}:
+    """Return the number of samples; raise InputError unless all tensors have the same first dimension."""
+    lengths = {len(tensor) if tensor.dim() else -1 for tensor in iter_tensors(state)}
+    if len(lengths) != 1 or lengths == {-1}:
         shapes = [tuple(tensor.shape) for tensor in iter_tensors(state)]
         raise InputError(f"{name} must hold tensors with one entry per sample first, but holds {shapes}")
-    return found.pop()
+    return lengths.pop()
 
 
 def first_sample(state: Any) -> Any:
-    """Its first sample, or zeros in the place of one."""
+    """Return the first sample of a state as a batch of one, or zeros if the state has no samples."""
     return map_tensors(lambda tensor: tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:]), state)
 
 
 def describe(state: Any) -> str:
-    """Types and shapes of its tensors in their places, in words."""
+    """Return the structure of a state with the types and shapes of its tensors, as text for messages."""
     if isinstance(state, Tensor):
         return f"{str(state.dtype).removeprefix('torch.')} {tuple(state.shape)}"
     if isinstance(state, Mapping):

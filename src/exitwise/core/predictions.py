@@ -1,4 +1,4 @@
-"""What every exit says on a split. NumPy alone: from here on nothing needs torch, so a deployed runtime need not."""
+"""Predictions of every exit on a split. NumPy only, so that a deployed runtime does not need torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +18,12 @@ NEEDS_DRAWS = "needs draws: choose a method with Laplace or MC dropout, without 
 
 Array = NDArray[Any]
 
-_MAX_CACHED_VALUES = (
-    100_000_000  # probabilities kept in memory; beyond that exits are computed again when asked for again
-)
+_MAX_CACHED_VALUES = 100_000_000  # probabilities kept in memory; above this, exits are recomputed in every pass
 
 
 @dataclass(frozen=True, eq=False)
 class ExitPrediction:
-    """One exit's word on n samples: probs and log_probs (n, c), and the variance over draws (n,) where asked for."""
+    """Prediction of one exit on n samples: probs and log_probs (n, c), and optionally the variance over draws (n,)."""
 
     probs: Array
     log_probs: Array
@@ -33,20 +31,34 @@ class ExitPrediction:
 
     @classmethod
     def from_log_probs(cls, log_probs: Array) -> "ExitPrediction":
+        """Make a prediction from log-probabilities (n, c)."""
         return cls(np.exp(log_probs), log_probs)
 
     @classmethod
     def from_probs(cls, probs: Array, variance: Array | None = None) -> "ExitPrediction":
-        """A zero counts as the smallest normal number of its type, so that its logarithm is finite."""
+        """Make a prediction from probabilities (n, c); a zero counts as the smallest normal number in `log_probs`."""
         return cls(probs, np.log(np.maximum(probs, np.finfo(probs.dtype).tiny)), variance)
 
 
 class Predictions:
-    """Probabilities (K, n, c) of K exits on n samples and c classes, computed exit by exit when first asked for.
+    """Probabilities (K, n, c) of K exits on n samples and c classes, computed exit by exit on first use.
 
-    Small ones are then kept. Large ones (more than 1e8 numbers) are not: whoever walks through `exits()` holds one exit
-    at a time, and what `reduce` makes of them is remembered. `exits` makes the exits, `variance` gives the variance
-    over draws (K, n) of the probabilities of classes (K, n).
+    Up to 1e8 values are cached. Above 1e8 values nothing is cached: iterate over `exits()` to hold one exit at a time;
+    results of `reduce` are still cached. `Predictions.of` makes predictions from an array of probabilities.
+
+    Args:
+        shape: (K, n, c).
+        exits: Function that returns an iterator over the K exits; called again for every pass if nothing is cached.
+        variance: Function from classes (K, n) to the variance over draws (K, n) of their probabilities; None for
+            methods without draws.
+
+    Example:
+        >>> import exitwise as ew
+        >>> preds = ew.Predictions.of([[[0.9, 0.1], [0.4, 0.6]], [[0.8, 0.2], [0.7, 0.3]]])
+        >>> preds
+        Predictions(2 exits, 2 samples, 2 classes)
+        >>> preds.predicted.tolist()
+        [[0, 1], [0, 0]]
     """
 
     def __init__(
@@ -56,17 +68,24 @@ class Predictions:
         variance: Callable[[Array], Array] | None = None,
     ) -> None:
         self.shape = shape
-        self._make = exits
-        self._variance_of = variance
+        self._compute_exits = exits
+        self._compute_variance = variance
         self._exits: list[ExitPrediction] | None = None
         self._reduced: dict[str, Array] = {}
 
     @classmethod
     def of(cls, preds: "Predictions | Tensor | Array | Sequence[Any]") -> "Predictions":
-        """Predictions as they are, or made from a plain (K, n, c) tensor or array of probabilities."""
+        """Return `preds` unchanged if they are Predictions, else make them from probabilities (K, n, c).
+
+        Args:
+            preds: Predictions, or probabilities (K, n, c) as a tensor, an array or nested lists.
+
+        Raises:
+            InputError: If the shape or the type is wrong, or the values are not probabilities.
+        """
         if isinstance(preds, Predictions):
             return preds
-        if hasattr(preds, "detach"):  # a tensor, perhaps on another device and with its graph
+        if hasattr(preds, "detach"):  # a tensor, perhaps on another device or with a graph
             preds = preds.detach().cpu()
         try:
             probs = np.asarray(preds)
@@ -95,33 +114,47 @@ class Predictions:
         return "Predictions({} exits, {} samples, {} classes)".format(*self.shape)
 
     def exits(self, variance: bool = False) -> Iterator[ExitPrediction]:
-        """The K exits in order, one by one: probs and log_probs (n, c); variance (n,) if asked, where there is one."""
+        """Iterate over the K exits in order: probs and log_probs (n, c) each, and the variance (n,) on request.
+
+        Args:
+            variance: Include the variance over draws; it stays None for methods without draws.
+        """
         if self._exits is None and np.prod(self.shape) <= _MAX_CACHED_VALUES:
-            self._exits = list(self._make())
+            self._exits = list(self._compute_exits())
         exits = self._stream_and_reduce() if self._exits is None else iter(self._exits)
         if not variance or self.variance is None:
             return exits
         return (replace(exit, variance=row) for exit, row in zip(exits, self.variance, strict=True))
 
     def _stream_and_reduce(self) -> Iterator[ExitPrediction]:
-        """The exits, computed again; what is often asked of them is noted on the way to the last."""
-        wanted = {key: function for key, function in STREAMED_REDUCTIONS.items() if key not in self._reduced}
-        rows: dict[str, list[Array]] = {key: [] for key in wanted}
-        for exit in self._make():
-            for key, function in wanted.items():
+        """Recompute the exits; cache the frequent reductions once the last exit is reached."""
+        functions = {key: function for key, function in STREAMED_REDUCTIONS.items() if key not in self._reduced}
+        rows: dict[str, list[Array]] = {key: [] for key in functions}
+        for exit in self._compute_exits():
+            for key, function in functions.items():
                 rows[key].append(function(exit))
             yield exit
-        for key, noted in rows.items():
-            self._reduced.setdefault(key, np.stack(noted))
+        for key, values in rows.items():
+            self._reduced.setdefault(key, np.stack(values))
 
     def reduce(self, key: str, function: Callable[[ExitPrediction], Array], variance: bool = False) -> Array:
-        """`function` of every exit, stacked (K, ...), and remembered under `key`."""
+        """Apply `function` to every exit and return the stacked results (K, ...), cached under `key`.
+
+        Args:
+            key: Name of the reduction; a later call with the same key returns the cached result.
+            function: Function of an exit's prediction.
+            variance: Give `function` the variance over draws, too.
+        """
         if key not in self._reduced:
             self._reduced[key] = np.stack([function(exit) for exit in self.exits(variance)])
         return self._reduced[key]
 
     def take(self, samples: Array) -> "Predictions":
-        """The predictions (K, m, c) on some of the samples, by their positions (m,) or a mask (n,)."""
+        """Return the predictions (K, m, c) for a subset of the samples.
+
+        Args:
+            samples: Positions (m,) or a mask (n,).
+        """
         rows = np.arange(self.shape[1])[samples]
 
         def exits() -> Iterator[ExitPrediction]:
@@ -132,26 +165,26 @@ class Predictions:
             return self.variance[:, rows]
 
         shape = (self.shape[0], len(rows), self.shape[2])
-        return Predictions(shape, exits, None if self._variance_of is None else variance)
+        return Predictions(shape, exits, None if self._compute_variance is None else variance)
 
     @property
     def predicted(self) -> Array:
-        """(K, n) the most probable class at every exit."""
-        return self.reduce("predicted", _predicted)
+        """Most probable class of each sample at every exit (K, n)."""
+        return self.reduce("predicted", _predict_classes)
 
     @cached_property
     def variance(self) -> Array | None:
-        """(K, n) variance over draws of the predicted class's probability; None where nothing is drawn."""
-        return None if self._variance_of is None else self._variance_of(self.predicted)
+        """Variance over draws of the predicted class's probability (K, n); None for methods without draws."""
+        return None if self._compute_variance is None else self._compute_variance(self.predicted)
 
     @property
     def probs(self) -> "Tensor":
-        """(K, n, c), all exits at once."""
+        """Probabilities (K, n, c) of all exits at once."""
         return self._stack([exit.probs for exit in self.exits()])
 
     @property
     def log_probs(self) -> "Tensor":
-        """(K, n, c), finite where probabilities round to zero."""
+        """Log-probabilities (K, n, c) of all exits at once, finite where probabilities round to zero."""
         return self._stack([exit.log_probs for exit in self.exits()])
 
     @staticmethod
@@ -171,20 +204,21 @@ def negative_entropy(pred: ExitPrediction) -> Array:
     return np.asarray(np.einsum("nc,nc->n", pred.probs, pred.log_probs))
 
 
-def _predicted(pred: ExitPrediction) -> Array:
+def _predict_classes(pred: ExitPrediction) -> Array:
+    """Return the most probable class of each sample (n,)."""
     return np.asarray(pred.log_probs.argmax(axis=1))
 
 
 # Reductions computed in every streaming pass over predictions too large to cache, by `reduce` key.
 STREAMED_REDUCTIONS: Mapping[str, Callable[[ExitPrediction], Array]] = {
-    "predicted": _predicted,
+    "predicted": _predict_classes,
     "confidence": lambda pred: break_ties(max_prob(pred), pred.probs),
     "entropy": lambda pred: break_ties(negative_entropy(pred), pred.probs),
 }
 
 
 def to_array(name: str, values: Any) -> Array:
-    """What is given as an array: tensors, perhaps on another device and with their graph, need no import for that."""
+    """Return `values` as an array; tensors may be on another device or have a graph. Does not import torch."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError) as error:
@@ -192,15 +226,15 @@ def to_array(name: str, values: Any) -> Array:
 
 
 def check_labels(labels: object, samples: int, classes: int) -> Array:
-    """Labels (n,) as whole numbers in 0..c-1."""
-    found = np.asarray(labels)
-    if found.shape != (samples,) or not np.issubdtype(found.dtype, np.integer):
-        raise InputError(f"`labels` must be {samples} whole numbers, but got {found.dtype} {found.shape}")
-    if samples and not 0 <= found.min() <= found.max() < classes:
-        raise InputError(f"`labels` must lie in 0..{classes - 1}, but reach from {found.min()} to {found.max()}")
-    return found
+    """Return labels (n,) as an array; raise InputError unless they are whole numbers in 0..c-1."""
+    array = np.asarray(labels)
+    if array.shape != (samples,) or not np.issubdtype(array.dtype, np.integer):
+        raise InputError(f"`labels` must be {samples} whole numbers, but got {array.dtype} {array.shape}")
+    if samples and not 0 <= array.min() <= array.max() < classes:
+        raise InputError(f"`labels` must lie in 0..{classes - 1}, but reach from {array.min()} to {array.max()}")
+    return array
 
 
 def log_true(log_probs: Array, labels: Array) -> Array:
-    """(n,) log p(true label) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
+    """Return log p(true label) (n,) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
     return np.asarray(log_probs[np.arange(len(labels)), labels])

@@ -1,4 +1,4 @@
-"""What results have in common: plain data, pandas on request."""
+"""Base class of results: conversion to JSON-serializable dicts and to pandas."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Nested plain data that JSON can hold; a number that is none becomes None."""
+    """Return nested mappings, lists and tuples as JSON-serializable data; non-finite values become None."""
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -21,15 +21,15 @@ def to_jsonable(value: Any) -> Any:
 
 
 class Result:
-    """For frozen dataclasses of numbers."""
+    """Base of frozen dataclasses of numbers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a number that is not finite becomes None."""
+        """Return a JSON-serializable dict; non-finite values become None."""
         data: dict[str, Any] = to_jsonable(asdict(self))  # type: ignore[call-overload]
         return data
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A table with one row, or a row for each of its parts; needs pandas."""
+        """Return a DataFrame with one row, or one row per part of the result; needs pandas."""
         import pandas
 
         return pandas.DataFrame(self._records())

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, with a header that names our format and version."""
+"""Tensors in safetensors files, with a header that holds a format, a version and metadata."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,21 +17,26 @@ T = TypeVar("T")
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], format: str, version: int, metadata: Mapping[str, Any]) -> None:
-    """Write tensors of any device as safetensors; several may share memory, as tied weights do.
+    """Write tensors of any device as safetensors, atomically; tensors may share memory, as tied weights do.
 
-    The header names our format and version, and holds `metadata` value by value as JSON.
+    Args:
+        path: The file to write.
+        tensors: Tensors by key.
+        format: Format in the header, such as "exitwise.trace".
+        version: Version of the format.
+        metadata: Further entries of the header, each written as JSON.
     """
     header = {"format": format, "version": str(version)}
     header |= {key: json.dumps(value) for key, value in metadata.items()}
     with atomic_write(path) as temporary:
         try:
-            save_file(_separate(tensors), temporary, metadata=header)
-        except SafetensorError as error:  # a full disk, among others
+            save_file(_unshare_memory(tensors), temporary, metadata=header)
+        except SafetensorError as error:  # such as a full disk
             raise OSError(f"{path} could not be written: {error}") from None
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU, each with memory of its own: the file format cannot express sharing."""
+def _unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the CPU that share no memory: the file format cannot express sharing."""
     separate, storages = {}, set()
     for key, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
@@ -44,9 +49,9 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors of a safetensors file, and its header.
 
-    Each tensor gets memory of its own, contiguous and aligned (see `memory`), and is read into it from the file, so
-    that nothing is held twice and nothing changes when the file does. The library checks the file; the views that it
-    offers start wherever the header happens to end.
+    Each tensor is read directly into its own contiguous and aligned memory (see `memory`): the data is never held
+    twice, and later changes of the file have no effect. The safetensors library validates the file, but its own views
+    start at the end of the header and are therefore unaligned.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist")
@@ -64,13 +69,13 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     raise InputError(f"{path} changed while it was read")
             return tensors, dict(checked.metadata() or {})
     except SafetensorError as error:
-        raise InputError(f"{path} is not a whole safetensors file: {error}") from None
+        raise InputError(f"{path} is not a complete safetensors file: {error}") from None
 
 
 def check_format(path: Path, header: Mapping[str, str], format: str, version: int) -> dict[str, Any]:
-    """Refuse another format or a later version; the header's other entries, decoded."""
+    """Return the decoded metadata of a header; raise InputError for another format or version."""
     if header.get("format") != format:
-        raise InputError(f"{path} must be of format {format!r}, but its header says {header.get('format')!r}")
+        raise InputError(f"{path} must be of format {format!r}, but its header has {header.get('format')!r}")
     if header.get("version") != str(version):
         raise InputError(
             f"{path} has version {header.get('version')!r} of {format}, but this exitwise reads version {version}"
@@ -82,23 +87,19 @@ def check_format(path: Path, header: Mapping[str, str], format: str, version: in
 
 
 def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tensor], dict[str, Any]], T]) -> T:
-    """What `build` makes of a file's tensors and header; what it misses or refuses is an error that names the file."""
+    """Return `build(tensors, metadata)` of a file; errors of `build` become an InputError that names the file."""
     tensors, header = read(path)
     metadata = check_format(path, header, format, version)
     try:
         return build(tensors, metadata)
     except KeyError as error:
         raise InputError(f"{path} lacks {error.args[0]!r}") from None
-    except (
-        AttributeError,
-        TypeError,
-        InputError,
-    ) as error:  # of headers with other kinds of data in them
+    except (AttributeError, TypeError, InputError) as error:  # metadata of unexpected types
         raise InputError(f"{path} is not usable: {error}") from None
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether every value is a number; integer tensors always are. In one pass, without temporaries."""
+    """Return whether every value is finite; integers always are. Takes one pass and no temporary tensor."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(bool(bound.isfinite()) for bound in torch.aminmax(tensor.detach()))  # a NaN becomes both bounds
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(tensor.detach()))  # NaN propagates to both bounds

@@ -1,4 +1,4 @@
-"""Tie breaking: equal scores are told apart by a hash of the probabilities. NumPy only."""
+"""Tie breaking: equal scores are ordered by a hash of the probabilities. NumPy only."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def break_ties(score: NDArray[Any], probs: NDArray[Any]) -> NDArray[Any]:
     """Return scores (n,) as float64 without ties: the float32 score plus a hash of the probabilities (n, c).
 
     Ties, such as saturated confidences, are thus broken deterministically, and any share of samples can exit. The hash
-    adds less than half of the distance to the next float32, so that rounding gives the score back.
+    adds less than half of the distance to the next float32, so rounding to float32 restores the score.
     """
     exact = score.astype(np.float32).astype(np.float64)
     return np.asarray(exact + _hash(probs) * np.maximum(np.abs(exact) * 2.0**-25, _SMALLEST_SPREAD))
@@ -25,7 +25,7 @@ def tie_spread(score: float) -> float:
 
 
 def _hash(probs: NDArray[Any]) -> NDArray[Any]:
-    """Return one number in 0..1 per sample that looks random, computed from its probabilities (n, c).
+    """Return a pseudorandom number in 0..1 per sample (n,), computed from its probabilities (n, c).
 
     Probabilities are rounded to four bits after the leading one. Another backend, whose arithmetic differs in the last
     bits, therefore computes the same hash except for about one sample in a thousand.
@@ -40,7 +40,7 @@ def _hash(probs: NDArray[Any]) -> NDArray[Any]:
 
 
 def _scramble(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Spread every bit of each uint64 over all of its bits, by shifts and multiplications that wrap around."""
+    """Mix the bits of each uint64 with shifts and wrapping multiplications."""
     numbers = numbers ^ (numbers >> np.uint64(32))
     for factor in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
         numbers = numbers * np.uint64(factor)

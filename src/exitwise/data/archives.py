@@ -1,4 +1,4 @@
-"""Files of public data sets: where they come from, what they must be, and how to get them."""
+"""Archives of public datasets: addresses, checksums and downloads."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Archive:
-    """A file that a data set's makers offer."""
+    """Published file of a dataset, with its address and MD5 checksum."""
 
     name: str
     url: str
     md5: str
 
     def verify(self, folder: Path) -> Path:
-        """The file in a folder, refused where its checksum is another: cut off, changed, or another version."""
+        """Return the path of the archive in `folder`; raise InputError if its checksum does not match."""
         file = folder / self.name
         with file.open("rb") as stream:
             digest = md5(usedforsecurity=False)
@@ -32,21 +32,21 @@ class Archive:
         if digest.hexdigest() != self.md5:
             raise InputError(
                 f"{file} must have the MD5 checksum {self.md5}, but has {digest.hexdigest()}: "
-                f"remove it and get it again from {self.url}"
+                f"delete it and download it again from {self.url}"
             )
         return file
 
 
-def dataset_not_found(root: Path, archives: Sequence[Archive], what: str) -> InputError:
-    """The error for a root without a data set: what to put there, and from where."""
-    state = f"has no {what}" if root.is_dir() else "does not exist"
-    wanted = ", ".join(archive.name for archive in archives)
+def dataset_not_found(root: Path, archives: Sequence[Archive], missing: str) -> InputError:
+    """Return the error for a root without the dataset: the archives to put there and their address."""
+    state = f"has no {missing}" if root.is_dir() else "does not exist"
+    names = ", ".join(archive.name for archive in archives)
     source = archives[0].url.rsplit("/", 1)[0]
-    return InputError(f"{root} {state}; put {wanted} there, from {source}/, or use --download")
+    return InputError(f"{root} {state}; put {names} there, from {source}/, or use --download")
 
 
 def download(archives: Sequence[Archive], root: Path) -> None:
-    """Get the files that are not there yet, with a progress bar and a check of each."""
+    """Download the archives that are missing in `root`, with a progress bar, and verify all checksums."""
     import pooch
     import requests
 
@@ -55,7 +55,7 @@ def download(archives: Sequence[Archive], root: Path) -> None:
             archive.verify(root)
             continue
         try:
-            with _quiet(pooch.get_logger()), _shown(archive.name) as bar:
+            with _silence(pooch.get_logger()), _show_progress(archive.name) as bar:
                 pooch.retrieve(
                     archive.url,
                     f"md5:{archive.md5}",
@@ -67,45 +67,47 @@ def download(archives: Sequence[Archive], root: Path) -> None:
             reason = type(error).__name__
             raise InputError(
                 f"{archive.url} could not be downloaded ({reason}): "
-                f"get it elsewhere and put it at {root / archive.name}"
+                f"download it elsewhere and put it at {root / archive.name}"
             ) from None
-        except ValueError:  # pooch's word for another checksum
-            raise InputError(f"{archive.url} gave a file without the MD5 checksum {archive.md5}: try again") from None
+        except ValueError:  # raised by pooch if the checksum does not match
+            raise InputError(
+                f"the file from {archive.url} must have the MD5 checksum {archive.md5}, but has another: try again"
+            ) from None
 
 
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Without the lines that pooch logs to stderr by itself: the bar says as much, and our errors say more."""
-    # Not by its level: the logger is outside the tree of loggers, where a level that was asked for once is kept.
-    logger.addFilter(_nothing)
+def _silence(logger: logging.Logger) -> Iterator[None]:
+    """Drop the lines that pooch logs to stderr: the progress bar and our errors replace them."""
+    # A filter, not a level: the logger is outside the logging hierarchy, and its cached levels would stay.
+    logger.addFilter(_drop_record)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        logger.removeFilter(_drop_record)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _drop_record(record: logging.LogRecord) -> bool:
     return False
 
 
 @contextmanager
-def _shown(name: str) -> Iterator["_Bar | None"]:
-    """A bar for people, gone when the download ends, however it does; nothing where nobody watches."""
+def _show_progress(name: str) -> Iterator["_ProgressBar | None"]:
+    """Show a progress bar until the download ends or fails; yield None unless stderr is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    bar = _Bar(name, console)
+    bar = _ProgressBar(name, console)
     try:
         yield bar
     finally:
         bar.stop()
 
 
-class _Bar:
-    """A progress bar with the methods that pooch calls."""
+class _ProgressBar:
+    """Progress bar with the methods that pooch calls."""
 
     def __init__(self, name: str, console: "Console") -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -130,7 +132,7 @@ class _Bar:
         self._bar.reset(self._task, total=self.total or None)
 
     def close(self) -> None:
-        """Pooch closes it where all went well; `stop` comes in any case."""
+        """Do nothing: pooch calls it only after a success, `_show_progress` calls `stop` in any case."""
 
     def stop(self) -> None:
         self._bar.stop()

@@ -17,7 +17,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a version of CIFAR has what."""
+    """File names, classes and channel statistics of a version of CIFAR."""
 
     archive: Archive
     folder: str
@@ -62,49 +62,51 @@ CIFAR10 = Layout(
     std=(0.2470, 0.2435, 0.2616),
 )
 
-Reader = Callable[[str], bytes]  # a file of the layout, by its name
+Reader = Callable[[str], bytes]  # returns the content of a file of the layout, by its name
 
 
 def load(layout: Layout, root: Path) -> tuple[ImageSet, ImageSet]:
-    """Train and test from ROOT or the layout's folder in it, or else from the archive in ROOT."""
+    """Load the train and test images from `root`, the layout's folder in it, or the archive in it."""
     for folder in (root / layout.folder, root):
         if (folder / layout.train[0]).is_file():
-            return _sets(layout, str(folder), lambda name, folder=folder: _read(folder / name))  # type: ignore[misc]
+            return _load_sets(layout, str(folder), lambda name, folder=folder: _read_file(folder / name))  # type: ignore[misc]
     if not (root / layout.archive.name).is_file():
         raise dataset_not_found(root, [layout.archive], f"{layout.folder}/{layout.train[0]}")
     with tarfile.open(layout.archive.verify(root)) as archive:
-        return _sets(layout, layout.archive.name, lambda name: _member(archive, f"{layout.folder}/{name}"))
+        return _load_sets(layout, layout.archive.name, lambda name: _read_member(archive, f"{layout.folder}/{name}"))
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     if not path.is_file():
         raise InputError(f"{path} does not exist")
     return path.read_bytes()
 
 
-def _member(archive: tarfile.TarFile, name: str) -> bytes:
+def _read_member(archive: tarfile.TarFile, name: str) -> bytes:
     try:
         member = archive.extractfile(name)
     except KeyError:
         member = None
     if member is None:
-        raise InputError(f"{archive.name!s} holds no {name}")
+        raise InputError(f"{archive.name!s} must contain {name}, but does not")
     return member.read()
 
 
-def _sets(layout: Layout, place: str, read: Reader) -> tuple[ImageSet, ImageSet]:
+def _load_sets(layout: Layout, source: str, read: Reader) -> tuple[ImageSet, ImageSet]:
+    """Load the train and test images with `read`; `source` is the folder or the archive, for messages."""
     try:
         classes = tuple(read(layout.names).decode().split())
     except UnicodeDecodeError:
-        raise InputError(f"{place}/{layout.names} must be a text, but is not") from None
+        raise InputError(f"{source}/{layout.names} must be a text file in UTF-8, but is not") from None
     if len(classes) != layout.classes:
-        raise InputError(f"{place}/{layout.names} must name {layout.classes} classes, but names {len(classes)}")
-    train = np.concatenate([_records(layout, f"{place}/{name}", read(name)) for name in layout.train])
-    test = _records(layout, f"{place}/{layout.test}", read(layout.test))
-    return _images(layout, train, classes), _images(layout, test, classes)
+        raise InputError(f"{source}/{layout.names} must name {layout.classes} classes, but names {len(classes)}")
+    train = np.concatenate([_parse_records(layout, f"{source}/{name}", read(name)) for name in layout.train])
+    test = _parse_records(layout, f"{source}/{layout.test}", read(layout.test))
+    return _make_image_set(layout, train, classes), _make_image_set(layout, test, classes)
 
 
-def _records(layout: Layout, name: str, data: bytes) -> np.ndarray:
+def _parse_records(layout: Layout, name: str, data: bytes) -> np.ndarray:
+    """Return the records (n, bytes per record) of a file; raise InputError if the size or a label is wrong."""
     size = layout.label_bytes + _PIXELS
     if not data or len(data) % size:
         raise InputError(f"{name} must hold records of {size} bytes, but has {len(data)} bytes: is it cut off?")
@@ -115,7 +117,7 @@ def _records(layout: Layout, name: str, data: bytes) -> np.ndarray:
     return records
 
 
-def _images(layout: Layout, records: np.ndarray, classes: tuple[str, ...]) -> ImageSet:
+def _make_image_set(layout: Layout, records: np.ndarray, classes: tuple[str, ...]) -> ImageSet:
     labels = torch.from_numpy(records[:, layout.label_bytes - 1].astype(np.int64))
     pixels = torch.from_numpy(records[:, layout.label_bytes :].copy()).reshape(-1, 3, 32, 32)
     return ImageSet(pixels, labels, torch.arange(len(labels)), classes, layout.mean, layout.std)

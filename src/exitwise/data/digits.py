@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: 1,797 pictures of 8 x 8, which come with the library."""
+"""Scikit-learn's handwritten digits: 1,797 images of 8 x 8 that ship with the library."""
 
 import numpy as np
 import torch
@@ -10,13 +10,13 @@ MEAN, STD = (0.3053,), (0.3760,)
 
 
 def load() -> ImageSet:
-    """All of them: the data set has no test set of its own."""
+    """Load all images: the dataset has no test set."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise InputError("the digits come with scikit-learn: pip install 'exitwise[train]'") from None
-    found = load_digits()
-    pixels = torch.from_numpy(np.rint(found.images * (255 / 16)).astype(np.uint8))[:, None]
-    labels = torch.from_numpy(found.target.astype(np.int64))
-    classes = tuple(str(name) for name in found.target_names)
+    digits = load_digits()
+    pixels = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8))[:, None]
+    labels = torch.from_numpy(digits.target.astype(np.int64))
+    classes = tuple(str(name) for name in digits.target_names)
     return ImageSet(pixels, labels, torch.arange(len(labels)), classes, MEAN, STD)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST in IDX files: a header of big-endian numbers, then bytes. Plain or gzipped."""
+"""Fashion-MNIST in IDX files, plain or gzipped: a header of big-endian numbers, then bytes."""
 
 import gzip
 import zlib
@@ -11,7 +11,7 @@ from exitwise.core.errors import InputError
 from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import ImageSet
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # folder of Debian's package dataset-fashion-mnist
 
 MEAN, STD = (0.2860,), (0.3530,)
 _CLASSES = (
@@ -31,45 +31,46 @@ ARCHIVES = tuple(
 
 
 def load(root: Path | None) -> tuple[ImageSet, ImageSet]:
-    """Train and test from ROOT, or from where Debian puts them."""
-    place = root or DEBIAN
-    if _file(place, "train-images-idx3-ubyte") is None:
-        raise dataset_not_found(place, ARCHIVES, "train-images-idx3-ubyte")
-    return _set(place, "train"), _set(place, "t10k")
+    """Load the train and test images from `root`, by default the folder of Debian's package."""
+    folder = root or DEBIAN
+    if _find_file(folder, "train-images-idx3-ubyte") is None:
+        raise dataset_not_found(folder, ARCHIVES, "train-images-idx3-ubyte")
+    return _load_part(folder, "train"), _load_part(folder, "t10k")
 
 
-def _file(place: Path, name: str) -> Path | None:
-    """Plain or gzipped, also in the folder where torchvision keeps it."""
-    folders = (place, place / "FashionMNIST" / "raw")
-    names = (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".gz"))
-    return next((path for path in names if path.is_file()), None)
+def _find_file(root: Path, name: str) -> Path | None:
+    """Return the path of a plain or gzipped file in `root` or in torchvision's folder inside it; None if missing."""
+    folders = (root, root / "FashionMNIST" / "raw")
+    candidates = (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".gz"))
+    return next((path for path in candidates if path.is_file()), None)
 
 
-def _set(place: Path, part: str) -> ImageSet:
-    pixels = _idx(place, f"{part}-images-idx3-ubyte", dimensions=3)
-    labels = _idx(place, f"{part}-labels-idx1-ubyte", dimensions=1)
+def _load_part(root: Path, part: str) -> ImageSet:
+    """Load the images and labels of `part`, "train" or "t10k"."""
+    pixels = _read_idx(root, f"{part}-images-idx3-ubyte", dimensions=3)
+    labels = _read_idx(root, f"{part}-labels-idx1-ubyte", dimensions=1)
     if pixels.shape[1:] != (28, 28):
-        raise InputError(f"{place}: {part} images must be 28 x 28, but are {pixels.shape[1]} x {pixels.shape[2]}")
+        raise InputError(f"{root}: {part} images must be 28 x 28, but are {pixels.shape[1]} x {pixels.shape[2]}")
     if len(pixels) != len(labels):
-        raise InputError(f"{place}: {part} must have a label per image, but has {len(labels)} for {len(pixels)}")
+        raise InputError(f"{root}: {part} must have a label per image, but has {len(labels)} for {len(pixels)}")
     if labels.max() >= len(_CLASSES):
-        raise InputError(f"{place}: {part} labels must be 0..{len(_CLASSES) - 1}, but go up to {labels.max()}")
-    known = torch.from_numpy(labels.astype(np.int64))
+        raise InputError(f"{root}: {part} labels must be 0..{len(_CLASSES) - 1}, but go up to {labels.max()}")
     images = torch.from_numpy(pixels.copy())[:, None]
-    return ImageSet(images, known, torch.arange(len(known)), _CLASSES, MEAN, STD)
+    return ImageSet(images, torch.from_numpy(labels.astype(np.int64)), torch.arange(len(labels)), _CLASSES, MEAN, STD)
 
 
-def _idx(place: Path, name: str, dimensions: int) -> np.ndarray:
-    file = _file(place, name)
+def _read_idx(root: Path, name: str, dimensions: int) -> np.ndarray:
+    """Return the array of an IDX file of bytes; raise InputError if the file is missing or damaged."""
+    file = _find_file(root, name)
     if file is None:
-        raise InputError(f"{place / name}.gz does not exist")
+        raise InputError(f"{root / name}.gz does not exist")
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{file} is not a whole gzip file: {error}") from None
+        raise InputError(f"{file} is not a complete gzip file: {error}") from None
     header = 4 + 4 * dimensions
     if len(data) < header or data[:4] != bytes([0, 0, 8, dimensions]):
-        raise InputError(f"{file} must be an IDX file of bytes with {dimensions} dimensions, but does not begin so")
+        raise InputError(f"{file} must be an IDX file of bytes with {dimensions} dimensions, but has another header")
     shape = tuple(int(size) for size in np.frombuffer(data, ">u4", dimensions, offset=4))
     if not shape[0] or len(data) - header != int(np.prod(shape, dtype=np.int64)):
         raise InputError(f"{file} must hold {shape} bytes after its header, but has {len(data) - header}: cut off?")

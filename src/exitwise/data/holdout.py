@@ -1,4 +1,4 @@
-"""Which pictures are held out for validation and, where a data set has no test set of its own, for test."""
+"""Held-out images: the validation split and, for datasets without a test set, the test split."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,42 +10,50 @@ from torch import Tensor
 from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import as_generator
-from exitwise.data.images import Pictures
+from exitwise.data.images import ImageDataset
 
 FORMAT, VERSION = "exitwise.split", 1
 
-P = TypeVar("P", bound=Pictures)
+D = TypeVar("D", bound=ImageDataset)
 
 
 @dataclass(frozen=True)
-class Splits(Generic[P]):
-    """Three sets that share no picture."""
+class Splits(Generic[D]):
+    """Disjoint train, validation and test images."""
 
-    train: P
-    val: P
-    test: P
+    train: D
+    val: D
+    test: D
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutPart:
-    """Some pictures, by position and by a fingerprint that a copy in another order has too. Both (n,) int64."""
+    """Held-out images by position and by fingerprint, both (n,) int64; fingerprints do not depend on the order."""
 
     index: Tensor
     fingerprints: Tensor
 
-    def matches(self, known: Tensor) -> bool:
-        """Whether pictures with the fingerprints `known` have them at the same positions."""
-        return int(self.index.max()) < len(known) and torch.equal(known[self.index], self.fingerprints)
+    def matches(self, fingerprints: Tensor) -> bool:
+        """Return whether a dataset with these `fingerprints` has the held-out images at the same positions."""
+        return int(self.index.max()) < len(fingerprints) and torch.equal(fingerprints[self.index], self.fingerprints)
 
-    def locate(self, places: dict[int, list[int]], samples: int, name: str) -> Tensor:
-        """Their positions by fingerprint, each taken out of `places`: a picture that is there twice has two."""
-        found = [place.pop(0) if (place := places.get(value)) else None for value in self.fingerprints.tolist()]
-        if missing := found.count(None):
+    def locate(self, positions: dict[int, list[int]], samples: int, name: str) -> Tensor:
+        """Return the positions (n,) of the held-out images in a dataset of another order.
+
+        Args:
+            positions: Positions by fingerprint, several for duplicate images; those returned are removed.
+            samples: Size of the dataset, for the message.
+            name: Name of the split, for the message.
+        """
+        matched = [
+            candidates.pop(0) if (candidates := positions.get(value)) else None for value in self.fingerprints.tolist()
+        ]
+        if missing := matched.count(None):
             raise InputError(
                 f"{missing} of the run's {len(self.index)} {name} images are not among these {samples} "
-                f"train images: this is not the data set that the run was made with"
+                f"train images: this is not the dataset that the run was made with"
             )
-        return torch.tensor(found)
+        return torch.tensor(matched)
 
 
 Part = HeldOutPart  # its former name
@@ -53,48 +61,74 @@ Part = HeldOutPart  # its former name
 
 @dataclass(frozen=True, eq=False)
 class HoldOut:
-    """The validation part of a data set's train pictures, and the test part where the data set has none."""
+    """Images held out from the train images: a validation part and, for datasets without a test set, a test part.
+
+    Example:
+        >>> import exitwise as ew
+        >>> train, test = ew.data.load("digits")
+        >>> splits = ew.data.HoldOut.random(train, val_size=297, seed=0, test_size=500).apply(train, test)
+        >>> len(splits.train), len(splits.val), len(splits.test)
+        (1000, 297, 500)
+    """
 
     val: HeldOutPart
     test: HeldOutPart | None = None
 
     @classmethod
-    def random(cls, train: Pictures, val_size: int, seed: int, test_size: int = 0) -> "HoldOut":
-        """So many of the train pictures, chosen by a seed; a test part first, where one is asked for."""
+    def random(cls, train: ImageDataset, val_size: int, seed: int, test_size: int = 0) -> "HoldOut":
+        """Hold out randomly chosen train images.
+
+        Args:
+            train: The train images.
+            val_size: Number of validation images.
+            seed: Seed for the choice.
+            test_size: Number of test images, for datasets without a test set.
+
+        Raises:
+            InputError: If no validation image or no train image would remain.
+        """
         if val_size < 1 or test_size < 0 or val_size + test_size >= len(train):
-            also = f" and the test split {test_size}" if test_size else ""
+            sizes = f"{val_size} and the test split {test_size}" if test_size else f"{val_size}"
             raise InputError(
-                f"the validation split must take some of {len(train)} train images, but would take {val_size}{also}"
+                f"the validation split must take some of {len(train)} train images, but would take {sizes}"
             )
         order = torch.randperm(len(train), generator=as_generator(seed))
         prints = train.fingerprints()
         test, val = (part.sort().values for part in torch.split(order[: test_size + val_size], [test_size, val_size]))
         return cls(HeldOutPart(val, prints[val]), HeldOutPart(test, prints[test]) if test_size else None)
 
-    def apply(self, train: P, test: P | None) -> Splits[P]:
-        """The train pictures that stay, and the parts held out, each in its own order."""
-        known = train.fingerprints()
-        val, held = self._find(known)
-        stays = torch.ones(len(train), dtype=torch.bool)
-        stays[val] = False
-        if held is not None:
-            stays[held] = False
-            test = train[held]
-        if test is None:
-            raise InputError("the run's split says nothing about test images, and the data set has none of its own")
-        return Splits(train[stays.nonzero().squeeze(1)], train[val], test)
+    def apply(self, train: D, test: D | None) -> Splits[D]:
+        """Split a dataset into the remaining train images and the held-out parts.
 
-    def _find(self, known: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Positions of both parts among pictures with the fingerprints `known`."""
-        if self.val.matches(known) and (self.test is None or self.test.matches(known)):
+        Args:
+            train: The dataset that the images were held out from, perhaps in another order.
+            test: Its test set; replaced by the held-out test part if there is one.
+
+        Raises:
+            InputError: If held-out images are missing in `train`, or if there are no test images.
+        """
+        val, held_out_test = self._locate_parts(train.fingerprints())
+        remains = torch.ones(len(train), dtype=torch.bool)
+        remains[val] = False
+        if held_out_test is not None:
+            remains[held_out_test] = False
+            test = train[held_out_test]
+        if test is None:
+            raise InputError("the run's split holds out no test images, and the dataset has no test set")
+        return Splits(train[remains.nonzero().squeeze(1)], train[val], test)
+
+    def _locate_parts(self, fingerprints: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the positions of both parts in a dataset with these `fingerprints`."""
+        if self.val.matches(fingerprints) and (self.test is None or self.test.matches(fingerprints)):
             return self.val.index, None if self.test is None else self.test.index
-        places: dict[int, list[int]] = {}
-        for place, value in enumerate(known.tolist()):
-            places.setdefault(value, []).append(place)
-        val = self.val.locate(places, len(known), "validation")
-        return val, None if self.test is None else self.test.locate(places, len(known), "test")
+        positions: dict[int, list[int]] = {}
+        for position, value in enumerate(fingerprints.tolist()):
+            positions.setdefault(value, []).append(position)
+        val = self.val.locate(positions, len(fingerprints), "validation")
+        return val, None if self.test is None else self.test.locate(positions, len(fingerprints), "test")
 
     def save(self, path: Path) -> None:
+        """Write positions and fingerprints to a safetensors file."""
         tensors = {"val.index": self.val.index, "val.fingerprint": self.val.fingerprints}
         if self.test is not None:
             tensors |= {"test.index": self.test.index, "test.fingerprint": self.test.fingerprints}
@@ -102,19 +136,21 @@ class HoldOut:
 
     @classmethod
     def load(cls, path: Path) -> "HoldOut":
+        """Read a file written by `save`; raise InputError if it is damaged."""
         tensors, header = tensorfiles.read(path)
         tensorfiles.check_format(path, header, FORMAT, VERSION)
-        val = _part(path, tensors, "val")
+        val = _read_part(path, tensors, "val")
         if val is None:
             raise InputError(f"{path} must hold val.index and val.fingerprint")
-        test = _part(path, tensors, "test")
-        every = val.index if test is None else torch.cat([val.index, test.index])
-        if len(set(every.tolist())) < len(every):
+        test = _read_part(path, tensors, "test")
+        index = val.index if test is None else torch.cat([val.index, test.index])
+        if len(set(index.tolist())) < len(index):
             raise InputError(f"{path} must hold out each image once, but names some twice")
         return cls(val, test)
 
 
-def _part(path: Path, tensors: dict[str, Tensor], name: str) -> HeldOutPart | None:
+def _read_part(path: Path, tensors: dict[str, Tensor], name: str) -> HeldOutPart | None:
+    """Return the part `name` of a file's tensors, None if it is missing; raise InputError if it is damaged."""
     index, prints = tensors.get(f"{name}.index"), tensors.get(f"{name}.fingerprint")
     if index is None and prints is None:
         return None
