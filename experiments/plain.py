@@ -52,7 +52,7 @@ def make(name: str, root: list[str], runs: Path) -> Path:
         exitwise("train", plain, "--resume")
     if not early.exists():
         cut = ["--attach", "auto", "--exits", EXITS]
-        exitwise("train", *same, "--weights", plain / "net.safetensors", "--freeze-backbone", *cut, "--out", early)
+        exitwise("train-heads", *same, "--weights", plain / "net.safetensors", *cut, "--out", early)
     if not (early / "trace.safetensors").exists():
         exitwise("collect", early)
     return early

@@ -297,9 +297,9 @@ def test_bad_usage_is_one_line_and_status_two(exitwise: Command, arguments: list
         (["evaluate", "--budget", "2e7", "--score", "luck"], "`score` must be one of"),
         (["evaluate", "--budget", "2e7", "--strategy", "luck"], "`strategy`"),
         (["evaluate", "--budget", "2e7", "--score", "variance", "--method", "MIE"], "choose a method with Laplace"),
-        (["calibrate", "--mode", "luck"], "`mode`"),
-        (["calibrate", "--search", "luck"], "`search`"),
-        (["calibrate", "--samples", "0"], "`--samples` must be at least 1, but got 0"),
+        (["calibrate", "--mode", "luck"], "'--mode': 'luck' is not one of 'paper', 'exact', 'naive'"),
+        (["calibrate", "--search", "luck"], "'--search': 'luck' is not one of 'grid', 'continuous'"),
+        (["calibrate", "--samples", "0"], "'--samples': Input should be greater than or equal to 1, but got '0'"),
         (["calibrate", "--seed", "99999999999999999999999"], "`seed`"),
         (["calibrate", "--seed", "-1"], "`seed`"),
         (["ablate", "--budget-range", "3e7", "1e7"], "`budget_range`"),
@@ -328,12 +328,12 @@ def test_truncated_files_of_a_run_are_named(run: Path, exitwise: Command) -> Non
     saved.write_bytes(saved.read_bytes()[:-10])
     done = exitwise("evaluate", run, "--budget", "50%", "--method", "T_opt")
     assert done.status == 2
-    assert "t_opt.safetensors is not a whole safetensors file" in done.err
+    assert "t_opt.safetensors is not a complete safetensors file" in done.err
     whole = (run / "trace.safetensors").read_bytes()
     (run / "trace.safetensors").unlink()
     assert "has no trace yet" in exitwise("calibrate", run).err
     (run / "trace.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert "trace.safetensors is not a whole safetensors file" in exitwise("calibrate", run).err
+    assert "trace.safetensors is not a complete safetensors file" in exitwise("calibrate", run).err
     (run / "run.json").unlink()
     (run / "run.json").write_text("{oops")
     assert "run.json is not valid JSON" in exitwise("calibrate", run).err
@@ -344,7 +344,7 @@ def test_truncated_files_of_a_run_are_named(run: Path, exitwise: Command) -> Non
     [
         ("[]", "must hold a JSON object"),
         ('{"format": "exitwise.run", "version": 9}', "version 9"),
-        ('{"format": "exitwise.run", "version": 1, "data": []}', "must name its data set"),
+        ('{"format": "exitwise.run", "version": 1, "data": []}', "must name its dataset"),
         ('{"format": "exitwise.run", "version": 1, "data": {"name": "cifar100", "root": 5}}', "must give a folder"),
     ],
 )

@@ -147,18 +147,18 @@ class TestCertified:
 
     def test_the_sentences(self, run: Path, exitwise: Command) -> None:
         words = " ".join(exitwise("evaluate", run, "--budget", "90%", "--certify", "0.1").out.split())
-        assert "Certified on 600 samples that nothing else has seen" in words
-        assert "with a probability of 90 % the mean cost of pictures like these is at most 273742 MACs." in words
+        assert "Certified on 600 held-out samples:" in words
+        assert "with a probability of 90 % the mean cost of images like these is at most 273742 MACs." in words
         risk = ["--max-loss", "0.3", "--risk", "disagreement"]
         words = " ".join(exitwise("evaluate", run, "--budget", "90%", "--certify", "0.1", *risk).out.split())
-        assert "with a probability of 95 % the share of other answers against the last exit is at most 30.00%." in words
+        assert "with a probability of 95 % the disagreement with the last exit is at most 30.00%." in words
         assert "Certified" not in exitwise("evaluate", run, "--budget", "90%").out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--max-loss", "0.05"], "say how sure it must be by --certify"),
-            (["--certify", "0.05", "--risk", "disagreement"], "--risk is what --max-loss is about"),
+            (["--max-loss", "0.05"], "give its failure probability with --certify"),
+            (["--certify", "0.05", "--risk", "disagreement"], "--risk is the kind of loss of --max-loss"),
             (["--certify", "0"], "`budget_delta` must be a number between 0 and 1, but got 0"),
             (["--certify", "1"], "`budget_delta`"),
             (["--certify", "nan"], "`budget_delta`"),
@@ -173,7 +173,7 @@ class TestCertified:
             (["--certify", "0.05", "--max-loss", "0.001"], "a loss in accuracy of at most 0.1 % cannot be certified"),
             (
                 ["--certify", "0.05", "--max-loss", "0.01", "--risk", "disagreement"],
-                "a loss in disagreement of at most 1 % cannot be certified: on 600 samples held out it is",
+                "a loss in disagreement of at most 1 % cannot be certified: on 600 held-out samples it is",
             ),
         ],
     )

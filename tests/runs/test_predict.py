@@ -131,8 +131,8 @@ class TestPictures:
     @pytest.mark.parametrize(
         ("make", "problem"),
         [
-            (lambda path: path.write_bytes(b""), "cannot be read as a picture"),
-            (lambda path: path.write_bytes(b"text"), "cannot be read as a picture"),
+            (lambda path: path.write_bytes(b""), "cannot be read as an image"),
+            (lambda path: path.write_bytes(b"text"), "cannot be read as an image"),
             (lambda path: path.mkdir(), "holds no pictures"),
             (lambda path: Image.fromarray(noise(1, (64, 64, 3))).save(path, "JPEG"), None),
             (lambda path: Image.fromarray(noise(1, (100, 40))).save(path, "PNG"), None),
@@ -351,12 +351,12 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            (["--format", "xml"], "`--format` must be one of csv, jsonl"),
+            (["--format", "xml"], "'--format': 'xml' is not one of 'csv', 'jsonl'"),
             (["--format", "csv", "--json"], "--json means --format jsonl"),
             (["--probs"], "--probs needs --format jsonl"),
-            (["--resume"], "say which by --out"),
-            (["--batch-size", "0"], "`--batch-size` must be at least 1"),
-            (["--threads", "0"], "`--threads` must be at least 1"),
+            (["--resume"], "name it with --out"),
+            (["--batch-size", "0"], "'--batch-size': Input should be greater than or equal to 1, but got '0'"),
+            (["--threads", "0"], "'--threads': Input should be greater than or equal to 1, but got '0'"),
             (["--budget", "much"], "`--budget` must be like"),
             (["--budget", "1%"], "`budget` must lie between"),
             (["--budget", "5ms"], "has no times yet: run `exitwise bench"),

@@ -51,7 +51,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        _fail(f"{error.format_message()} Try `exitwise --help`.")
+        _fail(f"{_describe_usage_error(error)}. Try `exitwise --help`.")
     except AllRanksError as error:
         _fail(str(error), silent=not is_rank_zero())
     except InputError as error:
@@ -70,6 +70,14 @@ def main() -> None:
     if code == 130:  # typer's status after Ctrl-C, for which it prints nothing
         _fail("interrupted", status=130, silent=not is_rank_zero())
     sys.exit(code or 0)
+
+
+def _describe_usage_error(error: typer.TyperException) -> str:
+    """Return the message of a wrong option with the value that was given, which typer leaves out for numbers."""
+    message = error.format_message().replace("Value error, ", "").rstrip(".")
+    details = getattr(error.__cause__, "errors", list)()  # of pydantic, with which typer converts values
+    value = repr(details[0].get("input")) if details else ""
+    return message if value in message else f"{message}, but got {value}"
 
 
 def _exit_on_sigterm(*_: object) -> None:

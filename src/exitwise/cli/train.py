@@ -63,9 +63,9 @@ def train(
         for name in ("recipe", "compile", "precision"):
             if getattr(options, name) is not None:
                 raise InputError(f"--{name} is not an option of train-heads")
-        if is_rank_zero():
-            print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
-        return _train_heads(data, net, only_heads, machine, out, force, as_json)
+        _train_heads(data, net, only_heads, machine, out, force, as_json)
+        print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
+        return None
     for name in ("weights", "distill", "attach", "exits", "last"):
         if getattr(only_heads, name) not in (None, False):
             raise InputError(f"--{name} is an option of `exitwise train-heads`")

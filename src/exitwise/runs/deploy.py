@@ -30,6 +30,7 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
     Without options it is exactly the chosen one: the calibration and the policy of the last `exitwise evaluate`.
     Options replace parts of it, and the policy is fitted again. `function` builds a net of the user's own.
     """
+    net = load_run_net(run, function)
     chosen = run.chosen()
     if chosen is not None and options == ClassifierOptions():
         _print_choice("as evaluated", chosen)
@@ -37,7 +38,7 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
         chosen = _fit_classifier(run, options, chosen)
         _print_choice("fitted now", chosen)
     return Classifier(
-        load_run_net(run, function),
+        net,
         chosen.calibration,
         chosen.policy,
         classes=chosen.classes,
