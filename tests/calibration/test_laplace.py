@@ -22,7 +22,7 @@ pytestmark = pytest.mark.numerical
 
 
 def dense_covariance(curvature: Curvature, features: Tensor, var0: float, mode: str, bias: bool = True) -> Tensor:
-    """(n, c, c) from the full posterior over all weights, index = feature * c + class."""
+    """Return covariances (n, c, c) from the full posterior over all weights, index = feature * c + class."""
     A, B, n, c = curvature.A, curvature.B, curvature.n, len(curvature.B)
     U = B / sqrt(n) + torch.eye(c) / sqrt(var0)
     phi = append_ones(features, bias)
@@ -47,13 +47,13 @@ def test_curvature_of_one_sample_is_the_hessian_of_its_cross_entropy() -> None:
     phi, weight = torch.randn(1, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     sums = CurvatureSum(4, 3)
     sums.update(phi, append_ones(phi, True) @ weight.T)
-    found = sums.result()
+    curvature = sums.result()
 
     def loss(flat: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(append_ones(phi, True) @ flat.view(5, 3), torch.tensor([1]))
 
     hessian = torch.autograd.functional.hessian(loss, weight.T.reshape(-1))
-    torch.testing.assert_close(torch.kron(found.A, found.B), hessian)
+    torch.testing.assert_close(torch.kron(curvature.A, curvature.B), hessian)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 200])
@@ -63,11 +63,11 @@ def test_sums_do_not_depend_on_the_batches(batch: int) -> None:
     sums = CurvatureSum(5, 4)
     for start in range(0, 200, batch):
         sums.update(features[start : start + batch], logits[start : start + batch])
-    found = sums.result()
+    curvature = sums.result()
     phi, p = append_ones(features.double(), True), logits.double().softmax(1)
-    torch.testing.assert_close(found.A, sum(torch.outer(x, x) for x in phi), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found.B, sum(torch.diag(q) - torch.outer(q, q) for q in p), rtol=1e-12, atol=1e-12)
-    assert found.n == 200
+    torch.testing.assert_close(curvature.A, sum(torch.outer(x, x) for x in phi), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(curvature.B, sum(torch.diag(q) - torch.outer(q, q) for q in p), rtol=1e-12, atol=1e-12)
+    assert curvature.n == 200
 
 
 def test_a_result_is_not_changed_by_what_comes_after() -> None:
@@ -90,10 +90,10 @@ def test_exponential_average_follows_the_public_rule() -> None:
         phi, p = append_ones(features.double(), True), logits.double().softmax(1)
         A = rho * A + (1 - rho) * (phi[:, :, None] * phi[:, None]).mean(0)
         B = rho * B + (1 - rho) * (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
-    found = average.result()
-    assert found.n == 640
-    torch.testing.assert_close(found.A / found.n, A)
-    torch.testing.assert_close(found.B / found.n, B)
+    curvature = average.result()
+    assert curvature.n == 640
+    torch.testing.assert_close(curvature.A / curvature.n, A)
+    torch.testing.assert_close(curvature.B / curvature.n, B)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,7 +133,7 @@ def test_sampled_logits_have_the_posterior_covariance(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_factors_summed_in_float32_are_handled(mode: str) -> None:
-    """Nearly collinear features of very different size: float32 sums that are not positive definite any more."""
+    """Sums in float32 of nearly collinear features of very different size, which are not positive definite."""
     torch.manual_seed(4)
     base = torch.randn(400, 2)
     features = torch.cat([base, base * 1e3 + 1e-3 * torch.randn(400, 2), torch.zeros(400, 1)], dim=1)

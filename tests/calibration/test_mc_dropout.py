@@ -1,4 +1,4 @@
-"""Last-layer Monte Carlo dropout: against plain loops over samples, masks and classes; in the search; at run time."""
+"""Last-layer Monte Carlo dropout against loops over samples, masks and classes: predictions, tuning and runtime."""
 
 import json
 from math import exp, inf, log
@@ -45,7 +45,7 @@ ONE, ENSEMBLED = "MC dropout T_opt", "MIE MC dropout T_opt"
 
 
 def masked_logits(exit: CalibratedExit, features: torch.Tensor) -> np.ndarray:
-    """(n, S, c) by plain loops, in float64."""
+    """Return logits (n, S, c), computed with loops in float64."""
     assert exit.dropout is not None
     weight, masks = exit.head.weight.tolist(), exit.dropout.masks.tolist()
     bias = [0.0] * len(weight) if exit.head.bias is None else exit.head.bias.tolist()
@@ -59,7 +59,7 @@ def masked_logits(exit: CalibratedExit, features: torch.Tensor) -> np.ndarray:
 
 
 def softmaxes(z: np.ndarray, temperature: float) -> np.ndarray:
-    """(n, S, c) of logits (n, S, c), one by one."""
+    """Return softmaxes (n, S, c) of logits (n, S, c), computed one by one."""
     probs = np.empty(z.shape)
     for i, draw in np.ndindex(*z.shape[:2]):
         powers = [exp((value - z[i, draw].max()) / temperature) for value in z[i, draw]]
@@ -67,19 +67,22 @@ def softmaxes(z: np.ndarray, temperature: float) -> np.ndarray:
     return probs
 
 
-def drawn(made: Calibration, features: Any) -> list[np.ndarray]:
-    """K x (n, S, c): what every exit says under every mask, of the ensemble where there is one."""
-    own = [softmaxes(masked_logits(exit, x), exit.temperature) for exit, x in zip(made.exits, features, strict=True)]
-    if made.weights is None:
-        return own
+def drawn(calibration: Calibration, features: Any) -> list[np.ndarray]:
+    """Return probabilities K x (n, S, c) of every exit under every mask; of the ensemble if there is one."""
+    by_exit = [
+        softmaxes(masked_logits(exit, x), exit.temperature) for exit, x in zip(calibration.exits, features, strict=True)
+    ]
+    if calibration.weights is None:
+        return by_exit
     return [
-        sum(w * p for w, p in zip(made.weights[: k + 1], own[: k + 1], strict=True)) / sum(made.weights[: k + 1])
-        for k in range(len(own))
+        sum(w * p for w, p in zip(calibration.weights[: k + 1], by_exit[: k + 1], strict=True))
+        / sum(calibration.weights[: k + 1])
+        for k in range(len(by_exit))
     ]
 
 
-def masks(made: Calibration) -> list[torch.Tensor]:
-    return [exit.dropout.masks for exit in made.exits if exit.dropout is not None]
+def masks(calibration: Calibration) -> list[torch.Tensor]:
+    return [exit.dropout.masks for exit in calibration.exits if exit.dropout is not None]
 
 
 class TestMethods:
@@ -105,7 +108,7 @@ class TestMethods:
         assert (method.slug == plain.slug) == (rate == DEFAULT_DROPOUT_RATE)
 
     def test_the_others_keep_their_names_and_files(self, tmp_path: Path) -> None:
-        """Whoever knows nothing of dropout still reads what it does not change."""
+        """Versions without dropout can still read the files of other methods."""
         before = {"laplace", "ensemble", "tune_temperature", "tune_prior"}
         for name in (*ew.METHODS, *POE_METHODS):
             assert "dropout" not in name
@@ -136,9 +139,9 @@ class TestMasks:
     def test_a_feature_stays_by_chance(self) -> None:
         trace = random_trace(n=20, widths=(40, 50, 60))
         for rate in (0.1, 0.5, 0.8):
-            made = ew.calibrate(trace, f"MC dropout {rate}", num_draws=300)
-            assert [mask.shape for mask in masks(made)] == [(300, 40), (300, 50), (300, 60)]
-            for mask in masks(made):
+            calibration = ew.calibrate(trace, f"MC dropout {rate}", num_draws=300)
+            assert [mask.shape for mask in masks(calibration)] == [(300, 40), (300, 50), (300, 60)]
+            for mask in masks(calibration):
                 assert abs(float(mask.float().mean()) - (1 - rate)) < 0.02
                 assert len(mask.unique(dim=0)) > 200
 
@@ -159,13 +162,13 @@ class TestMasks:
     def test_every_sample_and_split_meets_the_same(self) -> None:
         trace = random_trace(n=60)
         assert trace.test is not None
-        made = ew.calibrate(trace, ENSEMBLED, num_draws=5)
+        calibration = ew.calibrate(trace, ENSEMBLED, num_draws=5)
         both = [torch.cat(pair) for pair in zip(trace.val.features, trace.test.features, strict=True)]
-        parts = torch.cat([made.predict(trace.val).probs, made.predict(trace.test).probs], dim=1)
-        torch.testing.assert_close(made.predict(both).probs, parts, atol=1e-6, rtol=0)
+        parts = torch.cat([calibration.predict(trace.val).probs, calibration.predict(trace.test).probs], dim=1)
+        torch.testing.assert_close(calibration.predict(both).probs, parts, atol=1e-6, rtol=0)
 
     def test_the_laplace_draws_are_what_they_were(self) -> None:
-        """Masks come after them, and only when there are any to draw."""
+        """Masks are drawn after the standard normals, and only for methods with dropout."""
         trace, generator = random_trace(n=20), torch.Generator().manual_seed(3)
         tuner = Tuner(trace, seed=generator)
         tuner.calibrate("MC dropout")
@@ -182,39 +185,39 @@ class TestPrediction:
     @pytest.mark.parametrize("bias", [True, False])
     def test_it_is_that_of_plain_loops(self, name: str, bias: bool) -> None:
         trace = random_trace(n=25, bias=bias, seed=3)
-        made = ew.calibrate(trace, name, num_draws=7)
-        found = made.predict(trace.val)
-        for k, probs in enumerate(drawn(made, trace.val.features)):
-            assert np.abs(found.probs[k].numpy() - probs.mean(axis=1)).max() < 2e-6
-            assert np.abs(found.log_probs[k].numpy() - np.log(probs.mean(axis=1))).max() < 1e-4
+        calibration = ew.calibrate(trace, name, num_draws=7)
+        preds = calibration.predict(trace.val)
+        for k, probs in enumerate(drawn(calibration, trace.val.features)):
+            assert np.abs(preds.probs[k].numpy() - probs.mean(axis=1)).max() < 2e-6
+            assert np.abs(preds.log_probs[k].numpy() - np.log(probs.mean(axis=1))).max() < 1e-4
 
     @pytest.mark.parametrize("name", ["MC dropout", ENSEMBLED])
     def test_the_variance_is_that_over_masks_of_the_predicted_class(self, name: str) -> None:
         trace = random_trace(n=25)
-        made = ew.calibrate(trace, name, num_draws=7)
-        found = made.predict(trace.val)
-        assert found.variance is not None
-        for k, probs in enumerate(drawn(made, trace.val.features)):
+        calibration = ew.calibrate(trace, name, num_draws=7)
+        preds = calibration.predict(trace.val)
+        assert preds.variance is not None
+        for k, probs in enumerate(drawn(calibration, trace.val.features)):
             of_class = probs[np.arange(25), :, probs.mean(axis=1).argmax(axis=1)]
-            assert found.variance[k] == pytest.approx(of_class.var(axis=1), rel=1e-3, abs=1e-8)
-        assert float(found.variance.max()) > 0.01
-        assert (exit_scores(found, "variance") <= 0).all()
+            assert preds.variance[k] == pytest.approx(of_class.var(axis=1), rel=1e-3, abs=1e-8)
+        assert float(preds.variance.max()) > 0.01
+        assert (exit_scores(preds, "variance") <= 0).all()
 
     def test_one_mask_that_drops_nothing_is_the_plain_net(self) -> None:
         trace = random_trace(n=40)
-        made = ew.calibrate(trace, "MC dropout 1e-12", num_draws=1)
-        assert all(bool(mask.all()) for mask in masks(made))
+        calibration = ew.calibrate(trace, "MC dropout 1e-12", num_draws=1)
+        assert all(bool(mask.all()) for mask in masks(calibration))
         expected = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
-        torch.testing.assert_close(made.predict(trace.val).log_probs, expected.log_probs)
+        torch.testing.assert_close(calibration.predict(trace.val).log_probs, expected.log_probs)
 
     def test_dropout_in_torch_means_the_same(self) -> None:
-        """The mean over very many masks, with those of torch's own layer."""
+        """Compare the means over very many masks with those of torch's dropout."""
         trace = random_trace(n=10)
-        made = ew.calibrate(trace, "MC dropout 0.3", num_draws=20_000)
+        calibration = ew.calibrate(trace, "MC dropout 0.3", num_draws=20_000)
         torch.manual_seed(0)
         x = torch.nn.functional.dropout(trace.val.features[2].expand(20_000, -1, -1), 0.3, training=True)
         expected = trace.heads[2].logits(x).softmax(dim=2).mean(dim=0)
-        torch.testing.assert_close(made.predict(trace.val).probs[2], expected, atol=0.015, rtol=0)
+        torch.testing.assert_close(calibration.predict(trace.val).probs[2], expected, atol=0.015, rtol=0)
 
     @pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout"])
     def test_log_probabilities_stay_finite_where_probabilities_are_zero(self, name: str) -> None:
@@ -227,18 +230,18 @@ class TestPrediction:
         trace = random_trace(n=20)
         extreme = [x.clone() for x in trace.val.features]
         extreme[1][7] *= 1e38
-        made = ew.calibrate(trace, "MC dropout", num_draws=4)
-        refused(lambda: made.predict(extreme).probs, "exit 1: the features of sample 7 are too extreme")
+        calibration = ew.calibrate(trace, "MC dropout", num_draws=4)
+        refused(lambda: calibration.predict(extreme).probs, "exit 1: the features of sample 7 are too extreme")
         trace.val.features[1][3] *= 1e38
         refused(lambda: ew.calibrate(trace, ONE, num_draws=4), "exit 1: the validation NLPD is not finite")
 
     def test_no_samples_and_half_precision_are_no_problem(self) -> None:
         trace = random_trace(n=30)
-        made = ew.calibrate(trace, ENSEMBLED, num_draws=4)
-        assert made.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
+        calibration = ew.calibrate(trace, ENSEMBLED, num_draws=4)
+        assert calibration.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
         halves = tuple(x.half() for x in trace.val.features)
         whole = tuple(x.float() for x in halves)
-        assert torch.equal(made.predict(halves).probs, made.predict(whole).probs)
+        assert torch.equal(calibration.predict(halves).probs, calibration.predict(whole).probs)
         of_halves, of_whole = (
             ew.calibrate(
                 ew.Trace(ew.Split(x, trace.val.labels), None, trace.heads, trace.curvature, trace.costs), ENSEMBLED
@@ -248,13 +251,13 @@ class TestPrediction:
         assert of_halves.grids == of_whole.grids
 
     def test_memory_does_not_grow_with_the_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        trace, held = random_trace(n=900), []
+        trace, sizes = random_trace(n=900), []
         plain = HeadWeights.logits
 
         def logits(head: HeadWeights, features: torch.Tensor) -> torch.Tensor:
-            found = plain(head, features)
-            held.append(features.numel() + found.numel() if features.dim() == 3 else 0)
-            return found
+            output = plain(head, features)
+            sizes.append(features.numel() + output.numel() if features.dim() == 3 else 0)
+            return output
 
         whole = ew.calibrate(trace, ENSEMBLED, num_draws=8, search="continuous")
         expected, variance = whole.predict(trace.val).log_probs, whole.predict(trace.val).variance
@@ -264,10 +267,10 @@ class TestPrediction:
         assert parts.temperatures == pytest.approx(whole.temperatures, rel=1e-3)
         for a, b in zip(whole.grids, parts.grids, strict=True):
             assert np.ravel(a.nlpd) == pytest.approx(np.ravel(b.nlpd), abs=2e-6)
-        found = whole.predict(trace.val)
-        torch.testing.assert_close(found.log_probs, expected, atol=1e-4, rtol=1e-4)
-        assert found.variance == pytest.approx(variance, abs=1e-6)
-        assert 0 < max(held) <= 1000
+        preds = whole.predict(trace.val)
+        torch.testing.assert_close(preds.log_probs, expected, atol=1e-4, rtol=1e-4)
+        assert preds.variance == pytest.approx(variance, abs=1e-6)
+        assert 0 < max(sizes) <= 1000
 
 
 class TestSearch:
@@ -275,10 +278,10 @@ class TestSearch:
     @pytest.mark.parametrize("seed", [0, 10])
     def test_it_is_that_of_the_plain_loop(self, name: str, seed: int) -> None:
         trace, method = random_trace(n=60, seed=seed), get_method(name)
-        made = ew.calibrate(trace, method, num_draws=9)
+        calibration = ew.calibrate(trace, method, num_draws=9)
         rows, labels = np.arange(60), trace.val.labels.numpy()
         earlier, weight = np.zeros((60, 5)), 0.0
-        for k, exit in enumerate(made.exits):
+        for k, exit in enumerate(calibration.exits):
             cost = trace.costs.values[k] if method.ensemble else 1.0
             z = masked_logits(exit, trace.val.features[k])
             table = {}
@@ -287,28 +290,30 @@ class TestSearch:
                 mixed = (earlier + cost * own) / (weight + cost)
                 table[temperature] = (-np.log(mixed[rows, labels]).mean(), own)
             best = min(table, key=lambda temperature: table[temperature][0])
-            assert (made.temperatures[k], made.prior_vars[k]) == (best, 2.0)
-            assert np.ravel(made.grids[k].nlpd) == pytest.approx([value for value, _ in table.values()], abs=2e-6)
-            assert made.val_nlpd[k] == pytest.approx(table[best][0], abs=2e-6)
+            assert (calibration.temperatures[k], calibration.prior_vars[k]) == (best, 2.0)
+            assert np.ravel(calibration.grids[k].nlpd) == pytest.approx(
+                [value for value, _ in table.values()], abs=2e-6
+            )
+            assert calibration.val_nlpd[k] == pytest.approx(table[best][0], abs=2e-6)
             if method.ensemble:
                 earlier, weight = earlier + cost * table[best][1], weight + cost
 
     def test_the_ensemble_and_the_masks_matter(self) -> None:
-        """Picks that differ from those without either: the loop above could tell."""
+        """Temperatures differ without the ensemble or the masks, so the loop above can detect a missing one."""
         traces = [random_trace(seed=10 * seed) for seed in range(4)]
         picks = {
             name: [ew.calibrate(trace, name, num_draws=20).temperatures for trace in traces]
             for name in (ONE, ENSEMBLED, "T_opt", "MIE T_opt")
         }
-        assert len({str(found) for found in picks.values()}) == 4
+        assert len({str(temperatures) for temperatures in picks.values()}) == 4
 
     def test_ties_go_to_the_first(self) -> None:
         trace = random_trace(n=40)
         nothing = tuple(HeadWeights(torch.zeros_like(head.weight), None) for head in trace.heads)
         curvature = random_trace(bias=False).curvature
-        made = ew.calibrate(ew.Trace(trace.val, None, nothing, curvature, trace.costs), ENSEMBLED, num_draws=4)
-        assert made.temperatures == (0.3, 0.3, 0.3)
-        assert made.val_nlpd == pytest.approx([log(5)] * 3)
+        calibration = ew.calibrate(ew.Trace(trace.val, None, nothing, curvature, trace.costs), ENSEMBLED, num_draws=4)
+        assert calibration.temperatures == (0.3, 0.3, 0.3)
+        assert calibration.val_nlpd == pytest.approx([log(5)] * 3)
 
     @pytest.mark.parametrize("name", [ONE, ENSEMBLED])
     @pytest.mark.parametrize("seed", range(3))
@@ -322,8 +327,8 @@ class TestSearch:
 
     def test_the_continuous_one_finds_the_optimum(self) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, ONE, num_draws=6, search="continuous")
-        for exit, value, x in zip(made.exits, made.val_nlpd, trace.val.features, strict=True):
+        calibration = ew.calibrate(trace, ONE, num_draws=6, search="continuous")
+        for exit, value, x in zip(calibration.exits, calibration.val_nlpd, trace.val.features, strict=True):
             z = torch.from_numpy(masked_logits(exit, x))
 
             def nlpd(temperature: float, z: torch.Tensor = z) -> float:
@@ -345,32 +350,32 @@ class TestSearch:
     @pytest.mark.parametrize("search", ["grid", "continuous"])
     def test_the_nlpd_that_it_promises_is_that_of_its_predictions(self, search: Any) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, ENSEMBLED, num_draws=8, search=search)
-        true = made.predict(trace.val).log_probs.double().numpy()[:, np.arange(150), trace.val.labels.numpy()]
-        assert made.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
+        calibration = ew.calibrate(trace, ENSEMBLED, num_draws=8, search=search)
+        true = calibration.predict(trace.val).log_probs.double().numpy()[:, np.arange(150), trace.val.labels.numpy()]
+        assert calibration.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
 
 
 class TestFiles:
     @pytest.mark.parametrize("name", [*DROPOUT_METHODS, "MC dropout 0.2"])
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str) -> None:
         trace = random_trace(n=50)
-        made = ew.calibrate(trace, name, num_draws=6)
-        made.save(tmp_path / "c.safetensors")
+        calibration = ew.calibrate(trace, name, num_draws=6)
+        calibration.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
-        assert loaded.method == made.method == get_method(name)
-        assert all(torch.equal(a, b) for a, b in zip(masks(made), masks(loaded), strict=True))
-        assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
-        assert np.array_equal(made.predict(trace.val).variance, loaded.predict(trace.val).variance)  # type: ignore[arg-type]
-        assert loaded.to_dict() == made.to_dict()
-        assert repr(loaded) == repr(made)
+        assert loaded.method == calibration.method == get_method(name)
+        assert all(torch.equal(a, b) for a, b in zip(masks(calibration), masks(loaded), strict=True))
+        assert torch.equal(calibration.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
+        assert np.array_equal(calibration.predict(trace.val).variance, loaded.predict(trace.val).variance)  # type: ignore[arg-type]
+        assert loaded.to_dict() == calibration.to_dict()
+        assert repr(loaded) == repr(calibration)
 
     def test_they_say_what_they_are(self) -> None:
-        made = ew.calibrate(random_trace(n=30), "MC dropout 0.2", num_draws=6)
-        assert repr(made) == (
+        calibration = ew.calibrate(random_trace(n=30), "MC dropout 0.2", num_draws=6)
+        assert repr(calibration) == (
             "Calibration('MC dropout 0.2', mode 'paper', temperatures [1, 1, 1], 6 masks of rate 0.2)"
         )
-        about = made.to_dict()
-        assert (about["method"], about["dropout"], about["prior_vars"], about["samples"]) == (
+        record = calibration.to_dict()
+        assert (record["method"], record["dropout"], record["prior_vars"], record["samples"]) == (
             "MC dropout 0.2",
             0.2,
             None,
@@ -431,7 +436,7 @@ class TestFiles:
 
 
 class TestRuntime:
-    """That every size of batch gives the simulation's answers, `test_classifier.py` says with the other methods."""
+    """Runtime with dropout; `test_classifier.py` compares all batch sizes with the simulation for every method."""
 
     @pytest.mark.parametrize("score", SCORES)
     @pytest.mark.parametrize("name", [ONE, ENSEMBLED])
@@ -440,35 +445,40 @@ class TestRuntime:
         preds = simulated(net, calibration, images)
         for seed in range(4):
             policy = random_policy(preds, seed, score)
-            said = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
-            assert_as_simulated(policy, preds, said.exits, said.probs)
+            pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     @pytest.mark.parametrize("variance", [False, True])
     @pytest.mark.parametrize("name", ["MC dropout 0.2", ENSEMBLED])
     def test_exits_say_what_plain_loops_say(self, name: str, variance: bool) -> None:
         trace = random_trace(n=20)
-        made = ew.calibrate(trace, name, num_draws=7)
-        memory = None
+        calibration = ew.calibrate(trace, name, num_draws=7)
+        state = None
         for exit, x, probs in zip(
-            runtime_exits(made, variance), trace.val.features, drawn(made, trace.val.features), strict=True
+            runtime_exits(calibration, variance),
+            trace.val.features,
+            drawn(calibration, trace.val.features),
+            strict=True,
         ):
-            said = exit(x, memory)
-            memory = said.ensemble_state
-            assert np.abs(said.probs.numpy() - probs.mean(axis=1)).max() < 2e-6
+            output = exit(x, state)
+            state = output.ensemble_state
+            assert np.abs(output.probs.numpy() - probs.mean(axis=1)).max() < 2e-6
             if variance:
                 of_class = probs[np.arange(20), :, probs.mean(axis=1).argmax(axis=1)]
-                assert said.variance is not None
-                assert said.variance.numpy() == pytest.approx(of_class.var(axis=1), rel=1e-3, abs=1e-8)
+                assert output.variance is not None
+                assert output.variance.numpy() == pytest.approx(of_class.var(axis=1), rel=1e-3, abs=1e-8)
 
     @pytest.mark.parametrize("name", ["MC dropout", "MIE MC dropout"])
     def test_logits_hundreds_apart(self, name: str) -> None:
         trace = random_trace(n=50)
-        made = ew.calibrate(trace, name, num_draws=6)
-        features, memory = [x * 50 for x in trace.val.features], None
-        for exit, x, expected in zip(runtime_exits(made, False), features, made.predict(features).probs, strict=True):
-            said = exit(x, memory)
-            memory = said.ensemble_state
-            torch.testing.assert_close(said.probs, expected, atol=5e-4, rtol=0)
+        calibration = ew.calibrate(trace, name, num_draws=6)
+        features, state = [x * 50 for x in trace.val.features], None
+        for exit, x, expected in zip(
+            runtime_exits(calibration, False), features, calibration.predict(features).probs, strict=True
+        ):
+            output = exit(x, state)
+            state = output.ensemble_state
+            torch.testing.assert_close(output.probs, expected, atol=5e-4, rtol=0)
 
     def test_a_stream_an_empty_batch_and_a_saved_classifier(self, tmp_path: Path) -> None:
         clf, images = classifier(ENSEMBLED, "variance"), some_images(70)
@@ -497,9 +507,9 @@ class TestRuntime:
         assert session.manifest.method == name
         for n in (1, 65):
             images = some_images(65)[:n]
-            said = session(images.numpy())
-            assert_as_simulated(clf.policy, simulated(clf.net, calibration, images), said.exits, said.probs, 1e-4)
-        assert set(said.exits.tolist()) == {0, 1, 2}
+            pred = session(images.numpy())
+            assert_as_simulated(clf.policy, simulated(clf.net, calibration, images), pred.exits, pred.probs, 1e-4)
+        assert set(pred.exits.tolist()) == {0, 1, 2}
 
     def test_a_policy_on_the_variance_is_refused_without_masks(self) -> None:
         policy = ew.Policy((-0.1, -0.1, -inf), "variance")
@@ -515,10 +525,10 @@ class TestTables:
         assert table["MC dropout"].prior_vars is None
         assert table[ENSEMBLED].temperatures == ew.calibrate(trace, ENSEMBLED, num_draws=6).temperatures
         assert trace.test is not None
-        made = ew.calibrate(trace, ENSEMBLED, num_draws=6)
-        policies = ew.sweep(made.predict(trace.val), costs=trace.costs)
+        calibration = ew.calibrate(trace, ENSEMBLED, num_draws=6)
+        policies = ew.sweep(calibration.predict(trace.val), costs=trace.costs)
         curve = ew.budget_curve(
-            made.predict(trace.test), labels=trace.test.labels, policies=policies, costs=trace.costs
+            calibration.predict(trace.test), labels=trace.test.labels, policies=policies, costs=trace.costs
         )
         assert table[ENSEMBLED].nlpd == curve.mean(trace.costs.values[0], trace.costs.values[-1])["nlpd"]
         assert r"MIE MC dropout $T_\mathrm{opt}$ &" in table.to_latex()
@@ -531,16 +541,16 @@ class TestCommands:
 
     @pytest.mark.slow
     def test_calibrate_evaluate_and_policies(self, run: Path, exitwise: Command) -> None:
-        found = exitwise("calibrate", run, "--method", "mc dropout t_opt", "--samples", "3", "--json").json
+        printed = exitwise("calibrate", run, "--method", "mc dropout t_opt", "--samples", "3", "--json").json
         saved = Calibration.load(run / "calibrations" / "mc-dropout-t_opt.safetensors")
-        assert (found["method"], found["dropout"], found["temperatures"]) == (ONE, 0.5, list(saved.temperatures))
+        assert (printed["method"], printed["dropout"], printed["temperatures"]) == (ONE, 0.5, list(saved.temperatures))
         assert [mask.shape for mask in masks(saved)] == [(3, 128)] * 4
-        about = exitwise("evaluate", run, "--budget", "50%", "--method", ONE, "--score", "variance", "--json").json
+        evaluated = exitwise("evaluate", run, "--budget", "50%", "--method", ONE, "--score", "variance", "--json").json
         trace = ew.Trace.load(run / "trace.safetensors")
         assert trace.test is not None
         policy = ew.Policy.load(run / "policy.json")
         result = ew.evaluate(saved.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
-        assert about["methods"][ONE]["evaluation"]["nlpd"] == result.nlpd
+        assert evaluated["methods"][ONE]["evaluation"]["nlpd"] == result.nlpd
         assert policy.score == "variance"
         options = ("--method", ONE, "--budget", "50%", "--certify", "0", "--repeats", "10", "--json")
         rows = exitwise("policies", run, *options).json["rows"]
@@ -567,11 +577,11 @@ class TestCommands:
 
 @pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
-    found = small("dropout.py", tmp_path)
-    computed = found["computed, added % up to each exit"]
+    results = small("dropout.py", tmp_path)
+    computed = results["computed, added % up to each exit"]
     assert all(0.2 < added < 0.4 for added in computed["Laplace"])  # the paper: 0.1 to 0.4 %, and 3 to 9 %
     assert all(6 < added < 9.5 for added in computed["MC dropout"])
-    measured = found["measured"][0]
+    measured = results["measured"][0]
     assert set(measured["median ms per sample"]) == {"forward", "vanilla", "Laplace", "MC dropout"}
     assert set(measured["median ratios"]) == {
         "Laplace adds to the plain net, %",

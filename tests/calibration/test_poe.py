@@ -1,4 +1,4 @@
-"""Products of experts: against multiplied powers, a search held whole, and at run time."""
+"""Products of experts: predictions against multiplied powers, tuning against a loop, and runtime."""
 
 from math import inf
 from pathlib import Path
@@ -42,7 +42,7 @@ WAYS = [(name, mode) for name in POE_METHODS for mode in MODES if mode == "paper
 
 
 def own_probs(calibration: Calibration, trace: ew.Trace) -> np.ndarray:
-    """(K, n, c) of every exit alone on val, float64, each at its own point."""
+    """Return probabilities (K, n, c) of every exit on val without the ensemble, in float64."""
     draws = torch.zeros(1, trace.num_classes) if calibration.draws is None else calibration.draws
     return np.stack(
         [
@@ -82,21 +82,21 @@ class TestPrediction:
     ) -> None:
         probs = random_probs(seed, exits, 20, classes)
         expected = product_of_experts(probs, weights)
-        said = None
+        log_probs = None
         for k, row in enumerate(torch.from_numpy(probs).log()):
-            said = ensemble_step("poe", k, row, said, weights)
-            assert np.abs(said.exp().numpy() - expected[k]).max() < 1e-9
+            log_probs = ensemble_step("poe", k, row, log_probs, weights)
+            assert np.abs(log_probs.exp().numpy() - expected[k]).max() < 1e-9
 
     @pytest.mark.parametrize(("name", "mode"), WAYS)
     @pytest.mark.parametrize("seed", [0, 1])
     def test_of_a_calibration(self, name: str, mode: Mode, seed: int) -> None:
         trace = random_trace(n=120, seed=50 * seed, bias=mode != "exact")
-        made = ew.calibrate(trace, name, num_draws=9, mode=mode)
-        expected = product_of_experts(own_probs(made, trace), trace.costs.values)
-        found = made.predict(trace.val)
-        assert np.abs(found.probs.double().numpy() - expected).max() < 5e-6
-        assert np.abs(found.log_probs.double().numpy() - np.log(expected)).max() < 1e-4
-        assert np.abs(found.probs.sum(dim=2).numpy() - 1).max() < 1e-5
+        calibration = ew.calibrate(trace, name, num_draws=9, mode=mode)
+        expected = product_of_experts(own_probs(calibration, trace), trace.costs.values)
+        preds = calibration.predict(trace.val)
+        assert np.abs(preds.probs.double().numpy() - expected).max() < 5e-6
+        assert np.abs(preds.log_probs.double().numpy() - np.log(expected)).max() < 1e-4
+        assert np.abs(preds.probs.sum(dim=2).numpy() - 1).max() < 1e-5
 
     def test_log_probabilities_stay_finite_where_probabilities_are_zero(self) -> None:
         trace = random_trace()
@@ -107,19 +107,19 @@ class TestPrediction:
     @pytest.mark.parametrize("mode", MODES)
     def test_no_samples_are_no_problem(self, mode: Mode) -> None:
         trace = random_trace()
-        made = ew.calibrate(trace, FULL, num_draws=4, mode=mode)
-        assert made.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
+        calibration = ew.calibrate(trace, FULL, num_draws=4, mode=mode)
+        assert calibration.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
 
     @pytest.mark.parametrize("name", [FULL, "PoE"])
     @pytest.mark.parametrize("mode", MODES)
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str, mode: Mode) -> None:
         trace = random_trace()
-        made = ew.calibrate(trace, name, mode=mode, num_draws=6)
-        made.save(tmp_path / "c.safetensors")
+        calibration = ew.calibrate(trace, name, mode=mode, num_draws=6)
+        calibration.save(tmp_path / "c.safetensors")
         loaded = Calibration.load(tmp_path / "c.safetensors")
-        assert loaded.method == made.method == POE_METHODS[name]
-        assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
-        assert loaded.to_dict() == made.to_dict()
+        assert loaded.method == calibration.method == POE_METHODS[name]
+        assert torch.equal(calibration.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
+        assert loaded.to_dict() == calibration.to_dict()
 
 
 class TestSearch:
@@ -128,7 +128,7 @@ class TestSearch:
     def test_it_is_that_of_the_plain_loop(self, name: str, mode: Mode) -> None:
         trace, method = random_trace(bias=mode != "exact"), POE_METHODS[name]
         draws = torch.randn(10, trace.num_classes, generator=torch.Generator().manual_seed(3))
-        made = ew.calibrate(trace, method, mode=mode, draws=draws)
+        calibration = ew.calibrate(trace, method, mode=mode, draws=draws)
         rows, labels = np.arange(len(trace.val)), trace.val.labels.numpy()
         chosen: list[np.ndarray] = []
         for k in range(trace.num_exits):
@@ -141,13 +141,15 @@ class TestSearch:
                     pooled = product / product.sum(axis=1, keepdims=True)
                     table[temperature, var0] = (-np.log(pooled[rows, labels]).mean(), own)
             best = min(table, key=lambda point: table[point][0])
-            assert (made.temperatures[k], made.prior_vars[k]) == best
-            assert np.ravel(made.grids[k].nlpd) == pytest.approx([value for value, _ in table.values()], abs=3e-6)
-            assert made.val_nlpd[k] == pytest.approx(table[best][0], abs=3e-6)
+            assert (calibration.temperatures[k], calibration.prior_vars[k]) == best
+            assert np.ravel(calibration.grids[k].nlpd) == pytest.approx(
+                [value for value, _ in table.values()], abs=3e-6
+            )
+            assert calibration.val_nlpd[k] == pytest.approx(table[best][0], abs=3e-6)
             chosen.append(table[best][1])
 
     def test_the_normaliser_matters(self) -> None:
-        """Picks that are neither those of the mixture nor those of every exit alone: the loop above could tell."""
+        """Temperatures differ from those of MIE and of independent exits, so the loop above can detect a mix-up."""
         traces = [random_trace(seed=10 * seed) for seed in range(4)]
         picks = {
             name: [ew.calibrate(trace, name).temperatures for trace in traces]
@@ -160,10 +162,10 @@ class TestSearch:
     @pytest.mark.parametrize("search", ["grid", "continuous"])
     def test_the_nlpd_that_it_promises_is_that_of_its_predictions(self, mode: Mode, search: Any) -> None:
         trace = random_trace(n=150)
-        made = ew.calibrate(trace, FULL, num_draws=8, mode=mode, search=search)
-        log_probs = made.predict(trace.val).log_probs.double().numpy()
+        calibration = ew.calibrate(trace, FULL, num_draws=8, mode=mode, search=search)
+        log_probs = calibration.predict(trace.val).log_probs.double().numpy()
         true = log_probs[:, np.arange(150), trace.val.labels.numpy()]
-        assert made.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
+        assert calibration.val_nlpd == pytest.approx(-true.mean(axis=1), abs=2e-6)
 
     @pytest.mark.parametrize("name", [name for name in POE_METHODS if "opt" in name])
     @pytest.mark.parametrize("seed", range(3))
@@ -201,22 +203,22 @@ class TestSearch:
     @pytest.mark.parametrize("mode", MODES)
     def test_one_that_meets_no_number_is_refused_and_not_picked_from(self, mode: Mode) -> None:
         trace = random_trace()
-        trace.val.features[1][3] *= 1e22  # finite, and its square is not
+        trace.val.features[1][3] *= 1e22  # finite, but its square is not
         refused(lambda: ew.calibrate(trace, FULL, mode=mode), "exit 1: the validation NLPD is not finite")
 
     def test_gradients_of_all_classes_are_those_of_the_plain_computation(self) -> None:
         logits, _, t, shifts = softmax_case(2000, 10, 15, seed=8)
         weights = torch.randn(2000, 10, generator=torch.Generator().manual_seed(1)) / 2000
         temperature, stretch = torch.tensor(1.2, requires_grad=True), torch.tensor(1.1, requires_grad=True)
-        found = (
+        total = (
             mc_softmax.interpolated_log_mean_softmax(logits, t * stretch, shifts * stretch, temperature) * weights
         ).sum()
         exact_t, exact_s = (x.detach().double().requires_grad_() for x in (temperature, stretch))
         z = (logits.double()[:, None] + (t * exact_s)[:, None, None] * (shifts * exact_s)) / exact_t
         expected = ((z.log_softmax(2).logsumexp(1)) * weights).sum()
-        gradients = torch.autograd.grad(found, (temperature, stretch))
-        for got, its in zip(gradients, torch.autograd.grad(expected, (exact_t, exact_s)), strict=True):
-            torch.testing.assert_close(got.double(), its, rtol=1e-3, atol=1e-5)
+        gradients = torch.autograd.grad(total, (temperature, stretch))
+        for got, exact in zip(gradients, torch.autograd.grad(expected, (exact_t, exact_s)), strict=True):
+            torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-5)
 
 
 class TestRuntime:
@@ -227,11 +229,11 @@ class TestRuntime:
         preds = simulated(net, calibration, images)
         for seed in range(4):
             policy = random_policy(preds, seed, score)
-            said = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
-            assert_as_simulated(policy, preds, said.exits, said.probs)
+            pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     def test_it_is_no_mixture(self) -> None:
-        """What the comparisons above would miss if both sides forgot the same thing."""
+        """Compare with an independent product: runtime and simulation might share an error."""
         net, images = tiny()[0], some_images(50)
         stay = ew.Policy((inf, inf, -inf))
         pooled, mixed = (ew.Classifier(net, calibrated(name), stay)(images).probs for name in ("PoE", "MIE"))
@@ -243,18 +245,18 @@ class TestRuntime:
     @pytest.mark.parametrize("name", ["PoE", "PoE Laplace"])
     @pytest.mark.parametrize("factor", [10, 20, 50])
     def test_experts_who_are_sure_of_different_things(self, name: str, factor: float) -> None:
-        """Logits hundreds apart: zeros in probabilities, on whose logarithms the product then depends."""
+        """Test logits hundreds apart, with probabilities of zero on whose logarithms the product depends."""
         trace = random_trace()
         calibration = ew.calibrate(trace, name, num_draws=8)
         features = [x * factor for x in trace.val.features]
         own = ew.calibrate(trace, name.replace("PoE", "MIE"), num_draws=8).predict(features)
         assert bool((own.probs == 0).any())
-        memory = None
+        state = None
         exits = runtime_exits(calibration, variance=False)
         for exit, x, expected in zip(exits, features, calibration.predict(features).probs, strict=True):
-            said = exit(x, memory)
-            assert float((said.probs - expected).abs().max()) < 1e-5 * factor  # as float32 rounds off logits so large
-            memory = said.ensemble_state
+            output = exit(x, state)
+            assert float((output.probs - expected).abs().max()) < 1e-5 * factor  # float32 rounds large logits
+            state = output.ensemble_state
 
     def test_a_saved_classifier(self, tmp_path: Path) -> None:
         clf = classifier(FULL)
@@ -276,10 +278,10 @@ class TestRuntime:
         session = Session(tmp_path / "bundle", threads=1)
         for n in (1, 65):
             images = some_images(65)[:n]
-            said = session(images.numpy())
+            pred = session(images.numpy())
             preds = simulated(clf.net, calibration, images)
-            assert_as_simulated(clf.policy, preds, said.exits, said.probs, 1e-4)
-        assert set(said.exits.tolist()) == {0, 1, 2}
+            assert_as_simulated(clf.policy, preds, pred.exits, pred.probs, 1e-4)
+        assert set(pred.exits.tolist()) == {0, 1, 2}
         answers = list(session.stream(iter(images.numpy()), 10))
         probs = np.stack([np.asarray(answer.probs) for answer in answers])
         assert_as_simulated(clf.policy, preds, [answer.exit for answer in answers], probs, 1e-4)
@@ -303,4 +305,4 @@ class TestNoVariance:
         done = exitwise("predict", run, tmp_path / "cat.png", *arguments)
         assert (done.status, done.out) == (2, "")
         assert "'variance' needs draws: choose a method with Laplace or MC dropout, without product" in done.err
-        assert not (run / "calibrations").exists()  # it did not search first
+        assert not (run / "calibrations").exists()  # it fails before tuning

@@ -1,4 +1,4 @@
-"""The trace on disk, and collecting one."""
+"""Traces: saving, loading, collecting and holding out samples."""
 
 import gc
 import weakref
@@ -44,11 +44,11 @@ def test_a_saved_trace_comes_back_whole(tmp_path: Path, bias: bool) -> None:
 
 def test_keys_are_those_of_the_design(tmp_path: Path) -> None:
     random_trace(widths=(4,)).save(tmp_path / "t.safetensors", dtype=torch.float16)
-    found = load_file(tmp_path / "t.safetensors")
+    tensors = load_file(tmp_path / "t.safetensors")
     expected = {"val.features.0", "val.labels", "test.features.0", "test.labels", "head.0.weight", "head.0.bias"}
-    assert set(found) == expected | {"curvature.0.A", "curvature.0.B", "curvature.n", "costs"}
-    assert found["val.features.0"].dtype == torch.float16
-    assert found["curvature.0.A"].dtype == found["costs"].dtype == torch.float64
+    assert set(tensors) == expected | {"curvature.0.A", "curvature.0.B", "curvature.n", "costs"}
+    assert tensors["val.features.0"].dtype == torch.float16
+    assert tensors["curvature.0.A"].dtype == tensors["costs"].dtype == torch.float64
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_collect_keeps_features_and_sums_curvature() -> None:
     for name in ("val", "test"):
         images, labels, index = data[name].dataset.tensors  # type: ignore[attr-defined]
         split = getattr(trace, name)
-        for found, expected in zip(split.features, net.features(images), strict=True):
-            torch.testing.assert_close(found, expected)
+        for features, expected in zip(split.features, net.features(images), strict=True):
+            torch.testing.assert_close(features, expected)
         assert torch.equal(split.labels, labels)
         assert torch.equal(split.index, index)
     images = data["train"].dataset.tensors[0]  # type: ignore[attr-defined]
@@ -175,13 +175,13 @@ def test_collect_keeps_features_and_sums_curvature() -> None:
 
 
 def test_collect_runs_the_net_once_per_batch_and_reports_progress() -> None:
-    net, calls, said = small_net(), [], []
+    net, calls, reports = small_net(), [], []
     net.stages[0].register_forward_hook(lambda *args: calls.append(len(args[1][0])))
-    ew.collect(net, **loaders(), costs=[1, 2, 3], progress=lambda *report: said.append(report))
+    ew.collect(net, **loaders(), costs=[1, 2, 3], progress=lambda *report: reports.append(report))
     assert sum(calls) == 170
     assert len(calls) == 7 + 3 + 2
-    assert said[-1] == ("train", 100, 100)
-    assert ("val", 40, 40) in said
+    assert reports[-1] == ("train", 100, 100)
+    assert ("val", 40, 40) in reports
 
 
 def test_collect_leaves_modes_and_gradients_as_they_were() -> None:
@@ -195,12 +195,12 @@ def test_collect_leaves_modes_and_gradients_as_they_were() -> None:
 
 def test_collect_never_holds_train_features() -> None:
     net, alive = small_net(), weakref.WeakSet[Tensor]()
-    most = 0
+    max_alive = 0
 
     def watch(module: object, args: object, output: Tensor) -> None:
-        nonlocal most
+        nonlocal max_alive
         gc.collect()
-        most = max(most, len(alive))
+        max_alive = max(max_alive, len(alive))
         alive.add(output)
 
     def train() -> Iterator[tuple[Tensor, Tensor]]:
@@ -212,7 +212,7 @@ def test_collect_never_holds_train_features() -> None:
     trace = ew.collect(net, train(), data["val"], costs=[1, 2, 3])
     assert trace.curvature[0].n == 48
     assert trace.test is None
-    assert most <= 2
+    assert max_alive <= 2
 
 
 def test_collect_can_average_as_the_public_code_does() -> None:
@@ -228,8 +228,8 @@ def test_collect_can_average_as_the_public_code_does() -> None:
 
 def test_collect_counts_macs_and_knows_the_preset() -> None:
     net = ew.models.msdnet("tiny-8")
-    pictures = [(torch.rand(4, 1, 8, 8), torch.arange(4)) for _ in range(2)]
-    trace = ew.collect(net, pictures, pictures)
+    batches = [(torch.rand(4, 1, 8, 8), torch.arange(4)) for _ in range(2)]
+    trace = ew.collect(net, batches, batches)
     assert trace.costs.values == tuple(ew.macs(net, (1, 8, 8)))
     assert trace.model == {"preset": "tiny-8"}
     assert trace.budget_range is None
@@ -276,17 +276,17 @@ def test_an_empty_loader_is_refused() -> None:
 
 
 def with_index(n: int = 101) -> ew.Trace:
-    """A trace whose validation samples say where they come from, in no order."""
+    """Return a trace whose validation samples have an index, in random order."""
     trace = random_trace(n=n)
     index = torch.randperm(5 * n, generator=torch.Generator().manual_seed(9))[:n]
     return replace(trace, val=replace(trace.val, index=index))
 
 
 def assert_taken(part: ew.Split, whole: ew.Split, rows: list[int]) -> None:
-    """The samples at some positions, every exit's features along with their labels and index."""
+    """Check that a split has the features, labels and index of the samples at some positions of another split."""
     assert len(part) == len(rows)
-    for mine, all_ in zip(part.features, whole.features, strict=True):
-        assert mine.tolist() == [all_[row].tolist() for row in rows]
+    for taken, features in zip(part.features, whole.features, strict=True):
+        assert taken.tolist() == [features[row].tolist() for row in rows]
     assert part.labels.tolist() == [whole.labels[row].item() for row in rows]
     assert (part.index is None) == (whole.index is None)
     if part.index is not None and whole.index is not None:
@@ -308,20 +308,20 @@ def test_what_is_held_out_and_the_rest_are_the_whole(n: int, share: float, seed:
         with pytest.raises(ew.InputError, match=f"{n} samples cannot be split"):
             trace.hold_out(share, seed)
         return
-    rest, hold = trace.hold_out(share, seed)
-    assert len(hold) == round(n * share)
-    where = {index: row for row, index in enumerate(trace.val.index.tolist())}
+    tune, held_out = trace.hold_out(share, seed)
+    assert len(held_out) == round(n * share)
+    row_of = {index: row for row, index in enumerate(trace.val.index.tolist())}
     parts = []
-    for part in (rest.val, hold):
+    for part in (tune.val, held_out):
         assert part.index is not None
-        rows = [where[index] for index in part.index.tolist()]
+        rows = [row_of[index] for index in part.index.tolist()]
         assert_taken(part, trace.val, rows)
         assert rows == sorted(rows)
         parts += rows
     assert sorted(parts) == list(range(n))
     for name in ("test", "heads", "curvature", "costs", "classes", "model", "budget_range"):
-        assert getattr(rest, name) is getattr(trace, name)
-    assert len(trace.val) == n  # which is left as it was
+        assert getattr(tune, name) is getattr(trace, name)
+    assert len(trace.val) == n  # the trace itself is unchanged
 
 
 def test_the_seed_says_who_is_held_out() -> None:
@@ -332,27 +332,30 @@ def test_the_seed_says_who_is_held_out() -> None:
     drawn = [trace.hold_out(seed=generator)[1].labels.tolist() for generator in generators]
     assert drawn[0] == drawn[1] != trace.hold_out(seed=generators[0])[1].labels.tolist()
     index = [trace.hold_out(seed=seed)[1].index for seed in range(400)]
-    held = torch.bincount(torch.cat([each for each in index if each is not None]))
-    counts = held[held > 0]
-    assert len(counts) == 101  # nobody is spared, and nobody preferred
+    times_held_out = torch.bincount(torch.cat([part for part in index if part is not None]))
+    counts = times_held_out[times_held_out > 0]
+    assert len(counts) == 101  # every sample is held out, about equally often
     assert (counts.float() / 400 - 50 / 101).abs().max() < 4.5 * (0.25 / 400) ** 0.5
 
 
 def test_a_calibration_does_not_see_what_is_held_out() -> None:
-    """Other samples held out, whatever they are: the same temperatures and prior variances."""
+    """Changed held-out samples give the same temperatures and prior variances."""
     trace = with_index()
-    rest, hold = trace.hold_out(0.5, seed=1)
-    assert hold.index is not None
+    tune, held_out = trace.hold_out(0.5, seed=1)
+    assert held_out.index is not None
     assert trace.val.index is not None
-    held = torch.isin(trace.val.index, hold.index)
+    is_held_out = torch.isin(trace.val.index, held_out.index)
     spoilt = replace(
         trace.val,
-        labels=torch.where(held, 4 - trace.val.labels, trace.val.labels),
-        features=tuple(torch.where(held[:, None], x * 3, x) for x in trace.val.features),
+        labels=torch.where(is_held_out, 4 - trace.val.labels, trace.val.labels),
+        features=tuple(torch.where(is_held_out[:, None], x * 3, x) for x in trace.val.features),
     )
-    other, _ = replace(trace, val=spoilt).hold_out(0.5, seed=1)
-    one, two = (ew.calibrate(each, num_draws=10) for each in (rest, other))
-    assert (one.temperatures, one.prior_vars) == (two.temperatures, two.prior_vars)
+    other_tune, _ = replace(trace, val=spoilt).hold_out(0.5, seed=1)
+    calibration, other_calibration = (ew.calibrate(part, num_draws=10) for part in (tune, other_tune))
+    assert (calibration.temperatures, calibration.prior_vars) == (
+        other_calibration.temperatures,
+        other_calibration.prior_vars,
+    )
     assert (
         ew.calibrate(replace(trace, val=spoilt), num_draws=10).temperatures
         != ew.calibrate(trace, num_draws=10).temperatures

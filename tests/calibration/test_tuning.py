@@ -1,4 +1,4 @@
-"""Calibration against a plain loop over grid points, samples held whole."""
+"""Calibration against a loop over grid points without chunks of samples."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,10 +40,10 @@ TUNED = [name for name in ew.METHODS if "opt" in name]
 def test_search_is_that_of_the_plain_loop(name: str, mode: str) -> None:
     trace, method = random_trace(bias=mode != "exact"), ew.METHODS[name]
     draws = torch.randn(10, trace.num_classes, generator=torch.Generator().manual_seed(3))
-    found = ew.calibrate(trace, method, mode=mode, draws=draws)  # type: ignore[arg-type]
+    calibration = ew.calibrate(trace, method, mode=mode, draws=draws)  # type: ignore[arg-type]
     earlier, weight = torch.zeros(()), 0.0
     rows = torch.arange(len(trace.val))
-    preds = found.predict(trace.val)
+    preds = calibration.predict(trace.val)
     for k in range(trace.num_exits):
         cost = trace.costs.values[k] if method.ensemble else 1.0
         table = {}
@@ -53,9 +53,9 @@ def test_search_is_that_of_the_plain_loop(name: str, mode: str) -> None:
                 mixed = (earlier + cost * probs) / (weight + cost)
                 table[temperature, var0] = (-mixed[rows, trace.val.labels].log().mean().item(), probs)
         best = min(table, key=lambda point: table[point][0])
-        assert (found.temperatures[k], found.prior_vars[k]) == best
-        assert np.ravel(found.grids[k].nlpd) == pytest.approx([value for value, _ in table.values()], abs=2e-6)
-        assert found.val_nlpd[k] == pytest.approx(table[best][0], abs=2e-6)
+        assert (calibration.temperatures[k], calibration.prior_vars[k]) == best
+        assert np.ravel(calibration.grids[k].nlpd) == pytest.approx([value for value, _ in table.values()], abs=2e-6)
+        assert calibration.val_nlpd[k] == pytest.approx(table[best][0], abs=2e-6)
         if method.ensemble:
             earlier, weight = earlier + cost * table[best][1], weight + cost
             expected = earlier / weight
@@ -82,8 +82,8 @@ def test_continuous_search_ends_above_the_grid_at_no_exit(name: str, seed: int) 
 
 def test_continuous_temperature_is_the_optimum() -> None:
     trace = random_trace(n=2000)
-    found = ew.calibrate(trace, "T_opt", search="continuous")
-    for k, temperature in enumerate(found.temperatures):
+    calibration = ew.calibrate(trace, "T_opt", search="continuous")
+    for k, temperature in enumerate(calibration.temperatures):
         logits = trace.heads[k].logits(trace.val.features[k]).double()
 
         def nlpd(t: float, logits: Tensor = logits) -> float:
@@ -91,7 +91,7 @@ def test_continuous_temperature_is_the_optimum() -> None:
 
         best = minimize_scalar(nlpd, bounds=(0.1, 10), method="bounded", options={"xatol": 1e-6})
         assert temperature == pytest.approx(best.x, rel=2e-3)
-        assert found.val_nlpd[k] == pytest.approx(best.fun, abs=1e-6)
+        assert calibration.val_nlpd[k] == pytest.approx(best.fun, abs=1e-6)
 
 
 def test_continuous_search_works_in_exact_mode() -> None:
@@ -102,12 +102,12 @@ def test_continuous_search_works_in_exact_mode() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_whose_features_are_all_zero_do_no_harm(mode: str) -> None:
-    """Without a bias they have no uncertainty at all, and a gradient through its root."""
+    """Without a bias these samples have no uncertainty, where the gradient of its square root is infinite."""
     trace = random_trace(n=60, bias=False)
     for x in trace.val.features:
         x[::4] = 0
-    found = ew.calibrate(trace, num_draws=5, mode=mode, search="continuous")  # type: ignore[arg-type]
-    probs = found.predict(trace.val).probs
+    calibration = ew.calibrate(trace, num_draws=5, mode=mode, search="continuous")  # type: ignore[arg-type]
+    probs = calibration.predict(trace.val).probs
     assert bool(torch.isfinite(probs).all())
     torch.testing.assert_close(probs[0, ::4], torch.full((15, 5), 0.2))
 
@@ -156,17 +156,17 @@ def test_draws_come_from_a_seed_a_generator_or_the_caller() -> None:
 
 
 def test_ties_go_to_the_first_point_with_temperature_outside() -> None:
-    """With one draw of zeros the prior variance changes nothing, so all its values tie."""
+    """Use one draw of zeros: the prior variance then has no effect, so all its values tie."""
     trace = random_trace()
-    found = ew.calibrate(trace, "Laplace T_opt sigma_opt", draws=torch.zeros(1, trace.num_classes))
-    assert set(found.prior_vars) == {0.5}
+    calibration = ew.calibrate(trace, "Laplace T_opt sigma_opt", draws=torch.zeros(1, trace.num_classes))
+    assert set(calibration.prior_vars) == {0.5}
 
 
 def test_grids_can_be_overridden() -> None:
-    found = ew.calibrate(random_trace(), temperatures=[0.9, 1.1], prior_vars=[5.0])
-    assert set(found.temperatures) <= {0.9, 1.1}
-    assert set(found.prior_vars) == {5.0}
-    assert found.grids[0].temperatures == (0.9, 1.1)
+    calibration = ew.calibrate(random_trace(), temperatures=[0.9, 1.1], prior_vars=[5.0])
+    assert set(calibration.temperatures) <= {0.9, 1.1}
+    assert set(calibration.prior_vars) == {5.0}
+    assert calibration.grids[0].temperatures == (0.9, 1.1)
 
 
 @pytest.mark.parametrize("name", ["MIE Laplace T_opt sigma_opt", "Laplace", "MIE", "MSDNet (vanilla)"])
@@ -174,13 +174,13 @@ def test_grids_can_be_overridden() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_saved_calibrations_predict_the_same(tmp_path: object, name: str, mode: str, bias: bool) -> None:
     trace = random_trace(bias=bias)
-    made = ew.calibrate(trace, name, mode=mode, num_draws=6)  # type: ignore[arg-type]
-    made.save(f"{tmp_path}/c.safetensors")
+    calibration = ew.calibrate(trace, name, mode=mode, num_draws=6)  # type: ignore[arg-type]
+    calibration.save(f"{tmp_path}/c.safetensors")
     loaded = Calibration.load(f"{tmp_path}/c.safetensors")
-    assert torch.equal(made.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
-    assert (loaded.method, loaded.mode, loaded.grids) == (made.method, made.mode, made.grids)
-    assert (loaded.val_nlpd, loaded.weights) == (made.val_nlpd, made.weights)
-    assert loaded.to_dict() == made.to_dict()
+    assert torch.equal(calibration.predict(trace.val).log_probs, loaded.predict(trace.val).log_probs)
+    assert (loaded.method, loaded.mode, loaded.grids) == (calibration.method, calibration.mode, calibration.grids)
+    assert (loaded.val_nlpd, loaded.weights) == (calibration.val_nlpd, calibration.weights)
+    assert loaded.to_dict() == calibration.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -249,14 +249,16 @@ def test_predictions_beyond_float32_are_refused() -> None:
 @pytest.mark.parametrize("name", ["Laplace", "MIE Laplace"])
 def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name: str) -> None:
     trace = random_trace(n=80)
-    found = ew.calibrate(trace, name, num_draws=9)
-    preds = found.predict(trace.val)
+    calibration = ew.calibrate(trace, name, num_draws=9)
+    preds = calibration.predict(trace.val)
     drawn = []
     for k in range(trace.num_exits):
         posterior = CurvatureEigen(trace.curvature[k]).posterior(2.0)
         logits = trace.heads[k].logits(trace.val.features[k]).double()
-        assert found.draws is not None
-        z = sample_logits(logits, posterior.scale(trace.val.features[k].double()), posterior, found.draws.double())
+        assert calibration.draws is not None
+        z = sample_logits(
+            logits, posterior.scale(trace.val.features[k].double()), posterior, calibration.draws.double()
+        )
         drawn.append(z.softmax(2))
     for k in range(trace.num_exits):
         weights = torch.tensor(trace.costs.values[: k + 1], dtype=torch.float64)
@@ -270,8 +272,8 @@ def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name
 @pytest.mark.parametrize("mode", MODES)
 def test_no_samples_are_no_problem(mode: str) -> None:
     trace = random_trace()
-    found = ew.calibrate(trace, num_draws=4, mode=mode)  # type: ignore[arg-type]
-    assert found.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
+    calibration = ew.calibrate(trace, num_draws=4, mode=mode)  # type: ignore[arg-type]
+    assert calibration.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
 
 
 def test_there_is_no_variance_without_draws() -> None:
@@ -281,10 +283,10 @@ def test_there_is_no_variance_without_draws() -> None:
 
 def test_features_of_half_precision_and_plain_tensors_are_taken() -> None:
     trace = random_trace()
-    made = ew.calibrate(trace)
+    calibration = ew.calibrate(trace)
     halves = tuple(x.half() for x in trace.val.features)
-    expected = made.predict(tuple(x.float() for x in halves)).probs
-    assert torch.equal(made.predict(ew.Split(halves, trace.val.labels)).probs, expected)
+    expected = calibration.predict(tuple(x.float() for x in halves)).probs
+    assert torch.equal(calibration.predict(ew.Split(halves, trace.val.labels)).probs, expected)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_methods_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_search_that_meets_no_number_is_refused_and_not_picked_from(mode: str) -> None:
     trace = random_trace()
-    trace.val.features[1][3] *= 1e22  # finite, and its square is not
+    trace.val.features[1][3] *= 1e22  # finite, but its square is not
     with pytest.raises(ew.InputError, match="exit 1: the validation NLPD is not finite"):
         ew.calibrate(trace, mode=mode)  # type: ignore[arg-type]
 
@@ -345,22 +347,22 @@ def test_heads_of_any_precision_are_taken() -> None:
     expected = ew.calibrate(trace, "MIE Laplace").predict(trace.val).probs
     for dtype in (torch.float64, torch.float16):
         heads = tuple(HeadWeights(h.weight.to(dtype), h.bias.to(dtype)) for h in trace.heads if h.bias is not None)
-        found = ew.calibrate(replace(trace, heads=heads), "MIE Laplace").predict(trace.val).probs
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+        probs = ew.calibrate(replace(trace, heads=heads), "MIE Laplace").predict(trace.val).probs
+        torch.testing.assert_close(probs, expected, atol=2e-2, rtol=0)
 
 
 def test_features_that_do_not_fit_are_refused() -> None:
     trace = random_trace()
-    made = ew.calibrate(trace, "Laplace")
+    calibration = ew.calibrate(trace, "Laplace")
     with pytest.raises(ew.InputError, match="3 exits"):
-        made.predict(trace.val.features[:2])
+        calibration.predict(trace.val.features[:2])
     broken = [x.clone() for x in trace.val.features]
     broken[2][4, 1] = float("nan")
     with pytest.raises(ew.InputError, match="exit 2 must be a tensor of finite numbers"):
-        made.predict(broken)
+        calibration.predict(broken)
     with pytest.raises(ew.InputError, match="exit 0 must be a tensor"):
-        made.predict([x.numpy() for x in trace.val.features])  # type: ignore[misc]
+        calibration.predict([x.numpy() for x in trace.val.features])  # type: ignore[misc]
     with pytest.raises(ew.InputError, match="`split` must be a Split"):
-        made.predict(5)  # type: ignore[arg-type]
+        calibration.predict(5)  # type: ignore[arg-type]
     with pytest.raises(ew.InputError, match="features of exit 1"):
-        made.predict((trace.val.features[0], trace.val.features[0], trace.val.features[2]))
+        calibration.predict((trace.val.features[0], trace.val.features[0], trace.val.features[2]))
