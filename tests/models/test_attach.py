@@ -1,4 +1,4 @@
-"""Exits on plain modules: what the last one says, what crosses a cut, which heads are put there, what is refused."""
+"""Exits attached to modules: predictions of the last exit, live values, heads, and refused modules."""
 
 import copy
 import runpy
@@ -36,15 +36,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-torch.manual_seed(0)  # weights are drawn while this file is read
+torch.manual_seed(0)  # weights are drawn while this file is imported
 N = 7
-PICTURES, VECTORS, SERIES = (torch.randn(N, *shape, generator=seeded()) for shape in ((3, 32, 32), (6,), (9, 6)))
+IMAGES, VECTORS, SERIES = (torch.randn(N, *shape, generator=seeded()) for shape in ((3, 32, 32), (6,), (9, 6)))
 IDS = torch.randint(1, 20, (N, 9), generator=seeded())
 MASK = torch.arange(9)[None] >= torch.randint(2, 10, (N, 1), generator=seeded())
 
 
 class Net(nn.Module):
-    """Layers by their names, and a function that calls them."""
+    """Net of named layers and a function that calls them."""
 
     def __init__(self, run: Callable[..., Any], **layers: Any) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {}
 
 
 def case(inputs: Any, *at: str, name: str = "", **layers: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A net whose forward is the function below."""
+    """Register a net whose forward is the decorated function."""
 
-    def added(run: Callable[..., Any]) -> Callable[..., Any]:
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
         CASES[name or run.__name__] = (lambda: Net(run, **layers), inputs, list(at))
         return run
 
-    return added
+    return register
 
 
 def layers(classes: int = 4, **more: Any) -> dict[str, Any]:
-    """Three layers a, b and c on vectors of six numbers, and a classifier."""
+    """Return three layers a, b and c for vectors of six numbers, and a classifier."""
     return {"a": nn.Linear(6, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8), "fc": nn.Linear(8, classes), **more}
 
 
@@ -86,10 +86,10 @@ def encoder_layers(**options: Any) -> nn.ModuleList:
     return nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **options) for _ in range(3))
 
 
-# -- networks of all sorts: what makes them, inputs, and where to cut (or how many exits)
+# -- networks: function that builds the module, inputs, and cuts (or the number of exits)
 
 
-@case(PICTURES, "down1", "middle", **convs(down1=(3, 8), down2=(8, 8), middle=(8, 8), up=(16, 8)), fc=nn.Linear(8, 5))
+@case(IMAGES, "down1", "middle", **convs(down1=(3, 8), down2=(8, 8), middle=(8, 8), up=(16, 8)), fc=nn.Linear(8, 5))
 def u_shaped(m: Any, x: Tensor) -> Tensor:
     n = x.size(0)
     a = torch.relu(m.down1(x))[..., ::2, ::2]
@@ -98,11 +98,11 @@ def u_shaped(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.up(torch.cat([a, up], dim=1)).mean((2, 3)).view(n, -1))
 
 
-def two_inputs(m: Any, picture: Tensor, words: Tensor) -> Tensor:
-    return m.fc(m.mix(torch.cat([m.see(picture).relu().mean((2, 3)), m.read(words).mean(1)], dim=1)).relu())
+def two_inputs(m: Any, image: Tensor, words: Tensor) -> Tensor:
+    return m.fc(m.mix(torch.cat([m.see(image).relu().mean((2, 3)), m.read(words).mean(1)], dim=1)).relu())
 
 
-@case(PICTURES, "a", "b", "c", **convs(a=(3, 8), b=(8, 8), c=(8, 8)), fc=nn.Linear(8, 4))
+@case(IMAGES, "a", "b", "c", **convs(a=(3, 8), b=(8, 8), c=(8, 8)), fc=nn.Linear(8, 4))
 def sizes(m: Any, x: Tensor) -> Tensor:
     n, _, h, w = x.shape
     size = x.size()
@@ -166,7 +166,7 @@ def in_place(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.relu(u) + z)
 
 
-@case(PICTURES, "l0", "l2", **convs(l0=(3, 4), l1=(7, 4), l2=(11, 4), l3=(15, 4)), fc=nn.Linear(19, 4))
+@case(IMAGES, "l0", "l2", **convs(l0=(3, 4), l1=(7, 4), l2=(11, 4), l3=(15, 4)), fc=nn.Linear(19, 4))
 def dense(m: Any, x: Tensor) -> Tensor:
     features = [x]
     for layer in (m.l0, m.l1, m.l2, m.l3):
@@ -213,7 +213,7 @@ def timm_layers() -> dict[str, Any]:
 
 
 class Timm(nn.Module):
-    """As timm writes its transformers."""
+    """Vision transformer in the style of timm."""
 
     def __init__(self, global_pool: str = "token") -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Timm(nn.Module):
         self.global_pool = global_pool
 
     def forward_features(self, x: Tensor) -> Tensor:
-        assert x.shape[2] == 32, "no other pictures"  # only torch.export can follow
+        assert x.shape[2] == 32, "no other images"  # only torch.export can follow
         x = self.patch_embed(x).flatten(2).transpose(1, 2)
         return self.blocks(torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1))
 
@@ -261,27 +261,27 @@ GRUS = {"a": nn.GRU(6, 8, batch_first=True), "b": nn.GRU(8, 8, batch_first=True)
 ALONG = {"a": nn.Conv1d(9, 10, 3), "norm": nn.BatchNorm1d(10), "b": nn.Conv1d(10, 12, 3), "fc": nn.Linear(12, 4)}
 LAST = {"a": nn.Conv2d(3, 10, 4, 4), "norm": nn.LayerNorm(10), "b": nn.Linear(10, 12), "fc": nn.Linear(12, 4)}
 
-case((PICTURES, IDS), "see", "read", "mix", **TWO)(two_inputs)
-case({"words": IDS, "picture": PICTURES}, "see", "mix", name="two_inputs_by_name", **TWO)(two_inputs)
+case((IMAGES, IDS), "see", "read", "mix", **TWO)(two_inputs)
+case({"words": IDS, "image": IMAGES}, "see", "mix", name="two_inputs_by_name", **TWO)(two_inputs)
 case(VECTORS, "b", "a", **layers(2, relu=nn.ReLU(), dropout=nn.Dropout(0.3)))(one_relu)
 case(SERIES, "encoder.layers.0", "encoder.layers.1", name="encoder", **ENCODING)(encoding)
 case((SERIES, MASK), "encoder.layers.0", name="encoder_with_mask", **ENCODING)(encoding)
 case(VECTORS.double(), "a", name="double_precision", **nn.ModuleDict(layers()).double())(chain)
 case(SERIES, "a", name="recurrent", **GRUS)(lambda m, x: m.fc(m.b(*m.a(x))[0][:, -1]))
 case(SERIES, "norm", name="channels_first", **ALONG)(lambda m, x: m.fc(m.b(m.norm(m.a(x)).relu()).mean(-1)))
-case(PICTURES, "norm", name="channels_last", **LAST)(
+case(IMAGES, "norm", name="channels_last", **LAST)(
     lambda m, x: m.fc(m.b(m.norm(m.a(x).permute(0, 2, 3, 1)).relu()).mean((1, 2)))
 )
 CASES |= {
-    "resnet": (lambda: ew.models.resnet("cifar100-resnet8"), PICTURES, ["stages.0.layer1", "stages.0.layer2"]),
-    "resnet_inside": (lambda: ew.models.resnet("cifar100-resnet8"), PICTURES, ["stages.0.layer2.0.residual.bn1"]),
-    "densenet": (lambda: ew.models.densenet("cifar100-densenet28"), PICTURES, 4),
-    "vit": (ViT, PICTURES, ["blocks.0", "blocks.2"]),
-    "vit_inside": (ViT, PICTURES, ["blocks.1.self_attn"]),
+    "resnet": (lambda: ew.models.resnet("cifar100-resnet8"), IMAGES, ["stages.0.layer1", "stages.0.layer2"]),
+    "resnet_inside": (lambda: ew.models.resnet("cifar100-resnet8"), IMAGES, ["stages.0.layer2.0.residual.bn1"]),
+    "densenet": (lambda: ew.models.densenet("cifar100-densenet28"), IMAGES, 4),
+    "vit": (ViT, IMAGES, ["blocks.0", "blocks.2"]),
+    "vit_inside": (ViT, IMAGES, ["blocks.1.self_attn"]),
     "causal": (Causal, SERIES, ["blocks.0", "blocks.1"]),
     "causal_inside": (Causal, SERIES, ["blocks.0.attention", "blocks.1.norm2"]),
-    "timm": (Timm, PICTURES, ["blocks.0", "blocks.2"]),
-    "timm_inside": (lambda: Timm("avg"), PICTURES, ["blocks.1.qkv", "blocks.2.ls1"]),
+    "timm": (Timm, IMAGES, ["blocks.0", "blocks.2"]),
+    "timm_inside": (lambda: Timm("avg"), IMAGES, ["blocks.1.qkv", "blocks.2.ls1"]),
     "sequence": (wide, VECTORS, ["2", "1"]),
 }
 
@@ -290,21 +290,21 @@ def some(inputs: Any, rows: Any) -> Any:
     return map_tensors(lambda tensor: tensor[rows], inputs)
 
 
-def called(module: nn.Module, inputs: Any) -> Any:
-    """The logits; ours come in a list."""
-    given = (
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Return the logits; a MultiExitNet returns them in a list."""
+    output = (
         module(**inputs)
         if isinstance(inputs, dict)
         else module(*inputs)
         if isinstance(inputs, tuple)
         else module(inputs)
     )
-    return given[0] if isinstance(given, list) else given
+    return output[0] if isinstance(output, list) else output
 
 
 @cache
 def attached(name: str) -> tuple[nn.Module, ew.MultiExitNet, Any]:
-    """A module, its net with exits, made for one sample, and inputs for both."""
+    """Return a module, its net with exits, built from one sample, and inputs for both."""
     torch.manual_seed(0)
     make, inputs, at = CASES[name]
     module = make().eval()
@@ -312,7 +312,7 @@ def attached(name: str) -> tuple[nn.Module, ew.MultiExitNet, Any]:
     return module, ew.attach(module, **chosen, example_inputs=some(inputs, slice(1))), inputs
 
 
-# -- what the exits say
+# -- predictions of the exits
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "vit_inside"])
@@ -322,7 +322,7 @@ def test_the_last_exit_says_what_the_module_says(name: str) -> None:
     with torch.no_grad():
         for n in (1, 2, 3, N):
             batch = some(inputs, slice(n))
-            assert torch.equal(net(batch)[-1], called(module, batch)), n
+            assert torch.equal(net(batch)[-1], call(module, batch)), n
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -330,14 +330,14 @@ def test_samples_that_leave_change_nothing_for_the_others(name: str) -> None:
     _, net, inputs = attached(name)
     rng = seeded(1)
     with torch.no_grad():
-        whole = net(inputs)
-        left, state = torch.arange(N), inputs
+        logits = net(inputs)
+        remaining, state = torch.arange(N), inputs
         for k, (stage, head) in enumerate(zip(net.stages, net.exits, strict=True)):
             state = stage(state)
-            assert num_samples(state) == len(left)
-            torch.testing.assert_close(head(state), whole[k][left], rtol=1e-4, atol=1e-5)
-            stay = torch.randperm(len(left), generator=rng)[: len(left) - 2]
-            left, state = left[stay], some(state, stay)
+            assert num_samples(state) == len(remaining)
+            torch.testing.assert_close(head(state), logits[k][remaining], rtol=1e-4, atol=1e-5)
+            rows = torch.randperm(len(remaining), generator=rng)[: len(remaining) - 2]
+            remaining, state = remaining[rows], some(state, rows)
 
 
 def test_inside_of_pytorchs_own_layers_only_the_fast_path_of_attention_differs() -> None:
@@ -353,7 +353,7 @@ def test_inside_of_pytorchs_own_layers_only_the_fast_path_of_attention_differs()
 
 def test_what_all_samples_share_is_carried_once_even_where_sizes_are_alike() -> None:
     module, net, _ = attached("causal")
-    square = torch.randn(12, 12, 6)  # as many samples as steps
+    square = torch.randn(12, 12, 6)  # equal numbers of samples and steps
     with torch.no_grad():
         state = net.stages[0](square)
         shared = [part for part in state.values() if isinstance(part, SharedTensor)]
@@ -376,8 +376,10 @@ def test_modules_may_give_more_than_logits(shape: Callable[..., Any]) -> None:
     module = Net(lambda m, x: (lambda h: shape(h, m.fc(h)))(m.b(m.a(x)).relu()), **layers()).eval()
     net = ew.attach(module, ["a"])
     with torch.no_grad():
-        given = module(VECTORS)
-        logits = given.logits if isinstance(given, Answer) else next(t for t in iter_tensors(given) if t.shape[1] == 4)
+        output = module(VECTORS)
+        logits = (
+            output.logits if isinstance(output, Answer) else next(t for t in iter_tensors(output) if t.shape[1] == 4)
+        )
         assert torch.equal(net(VECTORS)[-1], logits)
 
 
@@ -407,25 +409,25 @@ def test_a_head_reads_the_mean_over_places() -> None:
 def test_own_heads_belong_to_the_names_in_their_order() -> None:
     module, _, _ = attached("resnet")
 
-    def own(width: int, bias: bool = True) -> ew.Head:
+    def build_head(width: int, bias: bool = True) -> ew.Head:
         neck = nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Dropout(0.5))
         return ew.Head(neck, nn.Linear(4 * width, 100, bias=bias))
 
-    heads = [own(32, bias=False), own(16)]
+    heads = [build_head(32, bias=False), build_head(16)]
     net = ew.attach(module, ["stages.0.layer2", "stages.0.layer1"], head=heads)
     assert [head.last.in_features for head in net.exits] == [64, 128, 64]
     assert net.exits[1].last.bias is None
-    made = ew.attach(module, ["stages.0.layer1"], 100, lambda features, classes: own(features.shape[1]))
-    assert made.exits[0].last.in_features == 64
+    net = ew.attach(module, ["stages.0.layer1"], 100, lambda features, classes: build_head(features.shape[1]))
+    assert net.exits[0].last.in_features == 64
 
 
 def test_cuts_are_chosen_at_about_equal_cost() -> None:
-    for name, most in (("resnet", 0.2), ("vit", 0.1), ("causal", 0.1), ("encoder", 0.1)):
+    for name, max_error in (("resnet", 0.2), ("vit", 0.1), ("causal", 0.1), ("encoder", 0.1)):
         module, _, inputs = attached(name)
         net = ew.attach(module, "auto", exits=3, head="linear", example_inputs=inputs)
         costs = ew.macs(net, example_inputs=some(inputs, slice(1)))
         shares = np.array(costs) / costs[-1]
-        assert np.abs(shares - [1 / 3, 2 / 3, 1]).max() < most, (name, shares)
+        assert np.abs(shares - [1 / 3, 2 / 3, 1]).max() < max_error, (name, shares)
 
 
 @pytest.mark.parametrize("name", ["timm", "branches", "functions", "sizes", "causal"])
@@ -434,11 +436,11 @@ def test_costs_grow_by_what_stages_compute(name: str) -> None:
     costs = ew.macs(net, example_inputs=some(inputs, slice(1)))
     stages = [sum(p.numel() for p in part.parameters() if p.dim() > 1) for part in net.stages]
     heads = [sum(p.numel() for p in part.parameters()) for part in net.heads]
-    least = np.cumsum(stages) + np.cumsum(heads)
-    assert all(cost >= own for cost, own in zip(costs, least, strict=True)), (costs, least)
+    min_costs = np.cumsum(stages) + np.cumsum(heads)
+    assert np.all(np.array(costs) >= min_costs), (costs, min_costs)
 
 
-# -- all that can be done with a net
+# -- the whole pipeline
 
 
 CASES["one_by_name"] = (CASES["samples_second"][0], {"ids": IDS}, CASES["samples_second"][2])
@@ -448,7 +450,7 @@ EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.slow_after_first
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
-    """Also with tokens, with several inputs in a row or by name, and with masks."""
+    """Cases include tokens, several inputs in order or by name, and masks."""
     _, net, few = attached(name)
     inputs = ModuleInputs.of(few).with_batch_size(40).as_given
     labels = torch.arange(40) % net.num_classes
@@ -460,23 +462,23 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     simulated = policy.exits(cal.predict(trace.test)).tolist()
     assert len(set(simulated)) > 1
     clf = ew.Classifier(net, cal, policy)
-    said = clf(inputs)
-    assert said.exits.tolist() == simulated
+    prediction = clf(inputs)
+    assert prediction.exits.tolist() == simulated
     single = [some(inputs, i) for i in range(40)]
     assert [answer.exit for answer in clf.stream(single, batch_size=9)] == simulated
     clf.export(tmp_path / "bundle", example=some(inputs, slice(2)))
     session = Session(tmp_path / "bundle", threads=1)
-    there = session(arrays(inputs))
-    assert there.exits.tolist() == simulated
-    np.testing.assert_allclose(there.probs, said.probs.numpy(), atol=1e-5)
+    exported = session(arrays(inputs))
+    assert exported.exits.tolist() == simulated
+    np.testing.assert_allclose(exported.probs, prediction.probs.numpy(), atol=1e-5)
     assert [answer.exit for answer in session.stream(map(arrays, single), batch_size=9)] == simulated
-    torch.testing.assert_close(clf.optimize()(inputs).probs, said.probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(clf.optimize()(inputs).probs, prediction.probs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["memory", "embedding", "mean", "probs", "next.0", "state.0", "image", "input.1"])
 @pytest.mark.slow_after_first
 def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
-    """Also one that means something inside a bundle's graphs."""
+    """Names include those that have a meaning in a bundle's graphs."""
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -519,14 +521,14 @@ def test_mappings_as_tokenizers_give_them_and_arrays_in_them_will_do() -> None:
     labels = torch.arange(N) % net.num_classes
     trace = ew.collect(net, [(UserDict(inputs), labels)], [(UserDict(inputs), labels)])
     clf = ew.Classifier(net, ew.calibrate(trace), ew.Policy((0.3, 0.3, -np.inf)))
-    plain = clf(inputs)
-    for other in (UserDict(inputs), arrays(inputs)):
-        assert torch.equal(clf(other).probs, plain.probs)
-    assert [a.exit for a in clf.stream(arrays(some(inputs, i)) for i in range(N))] == plain.exits.tolist()
+    expected = clf(inputs)
+    for variant in (UserDict(inputs), arrays(inputs)):
+        assert torch.equal(clf(variant).probs, expected.probs)
+    assert [a.exit for a in clf.stream(arrays(some(inputs, i)) for i in range(N))] == expected.exits.tolist()
 
 
 def arrays(inputs: Any) -> Any:
-    """As they are given to a session, which has constants in its graphs."""
+    """Return inputs as a session takes them: arrays only, as its graphs contain the constants."""
     if isinstance(inputs, dict):
         return {name: value.numpy() for name, value in inputs.items() if isinstance(value, Tensor)}
     return tuple(value.numpy() for value in inputs) if isinstance(inputs, tuple) else inputs.numpy()
@@ -546,17 +548,17 @@ def test_nets_on_presets_are_rebuilt_from_files(preset: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["causal", "timm", "in_place", "by_name"])
 def test_copies_and_weights_round_trip(name: str) -> None:
     module, net, inputs = attached(name)
-    twin = copy.deepcopy(net)
-    assert all(map(torch.equal, twin(inputs), net(inputs)))
+    net_copy = copy.deepcopy(net)
+    assert all(map(torch.equal, net_copy(inputs), net(inputs)))
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in net_copy.parameters():
             parameter.mul_(1.5)
-    assert not torch.equal(twin(inputs)[-1], net(inputs)[-1])
-    twin.load_state_dict(net.state_dict())
-    assert all(map(torch.equal, twin(inputs), net(inputs)))
-    own = {id(parameter) for parameter in module.parameters()}
-    assert {id(p) for stage in net.stages for p in stage.parameters()} <= own  # one set of weights
-    assert not any("future" in key for key in net.state_dict())  # a buffer that no file holds
+    assert not torch.equal(net_copy(inputs)[-1], net(inputs)[-1])
+    net_copy.load_state_dict(net.state_dict())
+    assert all(map(torch.equal, net_copy(inputs), net(inputs)))
+    module_parameters = {id(parameter) for parameter in module.parameters()}
+    assert {id(p) for stage in net.stages for p in stage.parameters()} <= module_parameters
+    assert not any("future" in key for key in net.state_dict())  # a non-persistent buffer
 
 
 @pytest.mark.parametrize("name", ["in_place", "resnet", "padded", "timm"])
@@ -568,7 +570,7 @@ def test_heads_learn(name: str) -> None:
     sum(cross_entropy(logits, labels) for logits in net(inputs)).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for head in net.exits for p in (head.last.weight,))
     net.eval()
-    states = list(net.states(inputs))  # nobody changes what another has yet to read
+    states = list(net.states(inputs))  # no stage changes a state in place that a head has yet to read
     assert all(torch.equal(head(state), logits) for (head, state), logits in zip(states, net(inputs), strict=True))
 
 
@@ -591,7 +593,7 @@ def test_attaching_leaves_the_module_alone() -> None:
     assert torch.equal(net(VECTORS)[-1], module(VECTORS))
 
 
-# -- what is refused
+# -- refused modules
 
 
 REFUSED: list[Any] = []
@@ -652,42 +654,42 @@ refused("there is no 'block.1'; did you mean 'blocks.1'", ViT().eval(), "block.1
 refused("there is no ''", sequence(), "")
 refused("`at` must be a list of submodules' names, or \"auto\", but got '0'", sequence(), at="0")
 refused("`at` must name each submodule once", sequence(), "0", "0")
-refused("'0' and '0.1', which end at the same place", NESTED, "0", "0.1")
-refused("names '1', behind which there is only the last layer", NESTED, "0", "1")
+refused("'0' and '0.1', which have the same output", NESTED, "0", "0.1")
+refused("names '1', but only the last layer follows it", NESTED, "0", "1")
 refused("needs `exits`, a whole number of at least 2, but got 1", sequence(), at="auto", exits=1)
-refused("has 1 places to cut at, not the 8 that 9 exits take", NESTED, at="auto", exits=9)
+refused("`exits` is 9, which needs 8 cuts, but the module can be cut at 1 places", NESTED, at="auto", exits=9)
 refused("'b', which runs 2 times", plain(lambda m, x: m.fc(m.b(m.b(m.a(x))))), "b")
 refused("'c', which the module's forward never calls", plain(lambda m, x: m.fc(m.b(m.a(x)))), "c")
-refused("c.weight is used on both sides of the cut behind 'b'", TIED, "b")
+refused("c.weight is used on both sides of the cut after 'b'", TIED, "b")
 refused("^weight is used on both sides", plain(lambda m, x: m.fc(m.b(m.a(x) * m.weight) * m.weight), **WEIGHT), "b")
 refused("'d', whose output is a dict", plain(lambda m, x: m.fc(m.d(m.a(x))["y"]), d=DICT), "d")
-refused("for what 'd' gives, int64", plain(lambda m, x: m.fc(m.a(x) + m.d(m.a(x))), d=LONG), "d")
+refused("can read the output of 'd', int64", plain(lambda m, x: m.fc(m.a(x) + m.d(m.a(x))), d=LONG), "d")
 refused("is the same for all samples", plain(lambda m, x: m.fc(m.a(x) + m.d(m.b.bias)), d=EXP), "d")
-refused("cannot take inputs of uint8", ViT().eval(), "norm", example_inputs=PICTURES.byte())
+refused("cannot take inputs of uint8", ViT().eval(), "norm", example_inputs=IMAGES.byte())
 refused("must be a tensor, a tuple or a dict of tensors", sequence(), "0", example_inputs=[[VECTORS]])
-refused("samples first, equally many", Net(two_inputs, **TWO).eval(), "mix", example_inputs=(PICTURES, IDS[:2]))
-refused("could not be guessed: give `example_inputs`", Net(two_inputs, **TWO).eval(), "mix")
+refused("the same number of samples first", Net(two_inputs, **TWO).eval(), "mix", example_inputs=(IMAGES, IDS[:2]))
+refused("could not be guessed: pass `example_inputs`", Net(two_inputs, **TWO).eval(), "mix")
 refused("must get one row of", plain(lambda m, x: m.fc(m.b(m.a(x)).mean(0))), "a", example_inputs=SERIES)
 refused("but gets .2, 9, 8. for 2 samples", sequence(), "0", example_inputs=SERIES)
 refused("must end in the nn.Linear .* a Softmax: multi-label", sequence(nn.Softmax(dim=1)), "0")
 refused("a Sigmoid: multi-label nets, regressions, detectors", sequence(nn.Sigmoid()), "0")
-refused("one output, so it is a regression", sequence(nn.Linear(3, 1)), "0")
+refused("has one output, as in a regression", sequence(nn.Linear(3, 1)), "0")
 refused("but ends in a Conv2d", nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval(), "0")
-refused("of .8, 4. classes: say `num_classes`", plain(boxes), "a")
+refused("2 linear layers, .8, 4. classes: pass `num_classes`", plain(boxes), "a")
 refused("`num_classes` is 5, but the module's last layer has 3", sequence(), "0", num_classes=5)
-refused("must give the logits of one", ew.models.msdnet("tiny-8").eval(), "stages.0")
+refused("must return only one of them", ew.models.msdnet("tiny-8").eval(), "stages.0")
 refused("mixes the samples of a batch, or", plain(lambda m, x: m.fc(m.b(m.a(x) - x.mean()).relu())), "b")
 refused("mixes the samples of a batch, or", STATISTICS, "0", example_inputs=VECTORS)
-refused("'mean' lies across a cut and mixes the samples", plain(mean_across), "b")
-refused("changes in place what lies across a cut", plain(view_across), "b")
-refused("such as drawing numbers", plain(lambda m, x: m.fc(m.b(m.a(x) + torch.rand(8)))), "a")
+refused("'mean' crosses a cut and mixes the samples", plain(mean_across), "b")
+refused("changes in place a value that crosses a cut", plain(view_across), "b")
+refused("such as drawing random numbers", plain(lambda m, x: m.fc(m.b(m.a(x) + torch.rand(8)))), "a")
 refused("at `if y.sum.. > 0:` .test_attach.py, line .*; build the stages by hand", plain(depends), "a")
-refused("made with enable_nested_tensor=False", DROPPING, "encoder.layers.0", example_inputs=(SERIES, MASK))
-refused("only if `is_causal` tells it what its mask is", LOOKS, "encoder.layers.0", example_inputs=SERIES)
+refused("built with enable_nested_tensor=False", DROPPING, "encoder.layers.0", example_inputs=(SERIES, MASK))
+refused("only if `is_causal` is passed with its mask", LOOKS, "encoder.layers.0", example_inputs=SERIES)
 refused('`head` must be "mlp", "linear", a function or a list of heads', sequence(), "0", head="big")
 refused("one head for each of 2 cuts, but has 0", plain(chain), "a", "b", head=[])
 refused("must have the module's 4 classes, but has 5", plain(chain), "a", head=[FIVE])
-refused("cannot read what 'b' gives, float32 .2, 8. for 2 samples", plain(chain), "b", head=lambda *_: NARROW)
+refused("cannot read the output of 'b', float32 .2, 8. for 2 samples", plain(chain), "b", head=lambda *_: NARROW)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -703,12 +705,12 @@ def test_refused_in_one_clear_line(
 
 def test_inputs_of_another_kind_than_the_example_are_refused() -> None:
     _, net, inputs = attached("two_inputs_by_name")
-    for given in (PICTURES, (PICTURES,), {"picture": PICTURES}, {**inputs, "more": IDS}):
-        with pytest.raises(ew.InputError, match="the net takes words, picture, as it was made for, but got"):
+    for given in (IMAGES, (IMAGES,), {"image": IMAGES}, {**inputs, "more": IDS}):
+        with pytest.raises(ew.InputError, match="takes the inputs words, image, as in `example_inputs`, but got"):
             net(given)
 
 
-# -- others' models, and speed
+# -- models of other libraries, and speed
 
 
 def test_transformers() -> None:
@@ -716,16 +718,16 @@ def test_transformers() -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
     bert = hf.BertForSequenceClassification(hf.BertConfig(**small, vocab_size=20, num_labels=3)).eval()
     vit = hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=32, patch_size=8, num_labels=4)).eval()
-    texts, pictures = {"input_ids": IDS, "attention_mask": (~MASK).long()}, {"pixel_values": PICTURES}
-    for module, inputs, layers in ((bert, texts, "bert.encoder.layer"), (vit, pictures, "vit.layers")):
+    texts, images = {"input_ids": IDS, "attention_mask": (~MASK).long()}, {"pixel_values": IMAGES}
+    for module, inputs, layers in ((bert, texts, "bert.encoder.layer"), (vit, images, "vit.layers")):
         net = ew.attach(module, [f"{layers}.0", f"{layers}.1"], example_inputs=some(inputs, slice(1)))
         assert np.diff(ew.macs(net, example_inputs=some(inputs, slice(1)))).min() > 10_000
         with torch.no_grad():
-            whole = net(inputs)
+            logits = net(inputs)
             for n in (1, 2, N):
                 assert torch.equal(net(some(inputs, slice(n)))[-1], module(**some(inputs, slice(n))).logits)
-            rest = net.stages[1](some(net.stages[0](inputs), torch.tensor([5, 2])))
-            torch.testing.assert_close(net.exits[1](rest), whole[1][[5, 2]], rtol=1e-4, atol=1e-5)
+            state = net.stages[1](some(net.stages[0](inputs), torch.tensor([5, 2])))
+            torch.testing.assert_close(net.exits[1](state), logits[1][[5, 2]], rtol=1e-4, atol=1e-5)
 
 
 def test_stages_are_about_as_quick_as_the_module() -> None:
@@ -739,19 +741,19 @@ def test_stages_are_about_as_quick_as_the_module() -> None:
     times: dict[Any, list[float]] = {module: [], stages: []}
     with torch.inference_mode():
         for _ in range(20):
-            for run, took in times.items():
+            for run, durations in times.items():
                 start = time.process_time()
                 run(inputs)
-                took.append(time.process_time() - start)
-    plain, cut = map(statistics.median, times.values())
-    assert cut < 1.3 * plain
+                durations.append(time.process_time() - start)
+    module_time, stages_time = map(statistics.median, times.values())
+    assert stages_time < 1.3 * module_time
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
-    (found,) = small("attach.py", tmp_path)["measured"]
-    assert found["attach, median seconds"] > 0
-    (batch,) = found["nobody leaves"].values()
+    (measured,) = small("attach.py", tmp_path)["measured"]
+    assert measured["attach, median seconds"] > 0
+    (batch,) = measured["nobody leaves"].values()
     assert set(batch) == {
         "repeats",
         "plain module, ms",

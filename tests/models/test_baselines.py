@@ -1,4 +1,4 @@
-"""ResNet and DenseNet baselines: the paper's counts, torchvision's arithmetic, and one exit all the way down."""
+"""ResNet and DenseNet baselines: the paper's counts, torchvision's arithmetic, and the pipeline with one exit."""
 
 import json
 import re
@@ -29,7 +29,7 @@ BASELINES = {**models.RESNETS, **models.DENSENETS}
 
 
 def on_meta(preset: str, **changes: int) -> ew.MultiExitNet:
-    """Without weights, so that the large ones cost nothing."""
+    """Build a net without allocating its weights."""
     with torch.device("meta"):
         return models.build(preset, **changes)
 
@@ -46,13 +46,14 @@ def macs(preset: str) -> int:
 def test_the_presets_are_the_tables_rows() -> None:
     assert len(ROWS) == 38
     assert BASELINES.keys() == ROWS.keys()
-    assert models.list() == [*models.MSDNETS, *models.RESNETS, *models.DENSENETS]
+    assert models.list_presets() == [*models.MSDNETS, *models.RESNETS, *models.DENSENETS]
+    assert models.list is models.list_presets
 
 
 @pytest.mark.parametrize("preset", ROWS)
 @pytest.mark.slow_after_first
 def test_counts_are_the_tables(preset: str) -> None:
-    """Three digits, rounded; none of the 76 numbers is truncated."""
+    """The table rounds all 76 numbers to three digits; none is truncated."""
     row, net = ROWS[preset], on_meta(preset)
     assert "-".join(map(str, BASELINES[preset].blocks)) == row["layers_per_block"]
     assert float(f"{cumulative_parameters(net)[0]:.2e}") == float(row["params"])
@@ -71,17 +72,17 @@ def test_macs_are_the_figures_to_the_last_digit(dataset: str, family: str) -> No
 @pytest.mark.parametrize("preset", models.DENSENETS)
 @pytest.mark.slow_after_first
 def test_what_densenets_count_leaves_out_is_little(preset: str) -> None:
-    """The last ReLU and pooling, as the docstring says; with modules for them, they would be counted."""
+    """The count omits the last ReLU and pooling; as modules, they would be counted."""
     net, shape = on_meta(preset), models.config(preset).input_shape
     head = net.exits[0]
-    honest = nn.Sequential(head.neck.norm5, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    (whole,) = ew.macs(ew.MultiExitNet(net.stages, [ew.Head(honest, head.last)]), shape)
-    left_out = 2 * head.last.in_features * (shape[1] // (4 if shape[1] == 32 else 32)) ** 2
-    assert whole - macs(preset) == left_out
-    assert 0 < left_out / whole < 0.0004
+    counted_neck = nn.Sequential(head.neck.norm5, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    (full_count,) = ew.macs(ew.MultiExitNet(net.stages, [ew.Head(counted_neck, head.last)]), shape)
+    omitted = 2 * head.last.in_features * (shape[1] // (4 if shape[1] == 32 else 32)) ** 2
+    assert full_count - macs(preset) == omitted
+    assert 0 < omitted / full_count < 0.0004
 
 
-# Torchvision's arithmetic, written down plainly on state dicts with torchvision's names
+# Reference implementation of torchvision's nets on state dicts with torchvision's names
 
 State = dict[str, Tensor]
 
@@ -90,18 +91,18 @@ def norm(x: Tensor, state: State, key: str) -> Tensor:
     return batch_norm(x, *(state[f"{key}.{name}"] for name in ("running_mean", "running_var", "weight", "bias")))
 
 
-def plain_resnet(state: State, x: Tensor) -> Tensor:
+def reference_resnet(state: State, x: Tensor) -> Tensor:
     if state["conv1.weight"].shape[-1] == 7:
         x = norm(conv2d(x, state["conv1.weight"], stride=2, padding=3), state, "bn1").relu()
         x = max_pool2d(x, 3, 2, 1)
     else:
         x = norm(conv2d(x, state["conv1.weight"], padding=1), state, "bn1").relu()
     for group in (1, 2, 3, 4):
-        for number in count():
-            block = f"layer{group}.{number}"
+        for i in count():
+            block = f"layer{group}.{i}"
             if f"{block}.conv1.weight" not in state:
                 break
-            stride = 2 if group > 1 and number == 0 else 1
+            stride = 2 if group > 1 and i == 0 else 1
             deep = f"{block}.conv3.weight" in state  # a bottleneck, whose 3x3 convolution is the strided one
             strides = (1, stride, 1) if deep else (stride, 1)
             y = x
@@ -117,7 +118,7 @@ def plain_resnet(state: State, x: Tensor) -> Tensor:
     return linear(x.mean(dim=(2, 3)), state["fc.weight"], state["fc.bias"])
 
 
-def plain_densenet(state: State, x: Tensor) -> Tensor:
+def reference_densenet(state: State, x: Tensor) -> Tensor:
     f = "features"
     if f"{f}.norm0.weight" in state:
         x = norm(conv2d(x, state[f"{f}.conv0.weight"], stride=2, padding=3), state, f"{f}.norm0").relu()
@@ -126,8 +127,8 @@ def plain_densenet(state: State, x: Tensor) -> Tensor:
         x = conv2d(x, state[f"{f}.conv0.weight"], padding=1)
     for block in (1, 2, 3, 4):
         outputs = [x]
-        for number in count(1):
-            layer = f"{f}.denseblock{block}.denselayer{number}"
+        for i in count(1):
+            layer = f"{f}.denseblock{block}.denselayer{i}"
             if f"{layer}.conv1.weight" not in state:
                 break
             y = conv2d(norm(torch.cat(outputs, 1), state, f"{layer}.norm1").relu(), state[f"{layer}.conv1.weight"])
@@ -143,14 +144,14 @@ def plain_densenet(state: State, x: Tensor) -> Tensor:
 
 
 def torchvision_name(key: str) -> str:
-    """Our name of a tensor as torchvision spells it."""
+    """Return torchvision's key for a key of exitwise."""
     match key.split("."):
         case ["heads", "0", "neck", *rest]:
             return ".".join(["features", *rest])
         case ["heads", "0", "last", rest]:
             return f"last.{rest}"
-        case ["stages", "0", layer, number, "residual", *rest]:
-            return ".".join([layer, number, *rest])
+        case ["stages", "0", layer, block, "residual", *rest]:
+            return ".".join([layer, block, *rest])
         case ["stages", "0", *rest]:
             return ".".join(rest)
         case _:
@@ -165,8 +166,8 @@ def torchvision_state(net: ew.MultiExitNet, family: str) -> State:
     return {key.replace("features.last.", "classifier."): value for key, value in state.items()}
 
 
-def randomise(net: ew.MultiExitNet) -> ew.MultiExitNet:
-    """Normalisations that do something, as after training."""
+def randomize(net: ew.MultiExitNet) -> ew.MultiExitNet:
+    """Set normalizations to random values, as after training, and return the net."""
     generator = torch.Generator().manual_seed(3)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -176,7 +177,7 @@ def randomise(net: ew.MultiExitNet) -> ew.MultiExitNet:
     return net
 
 
-PLAIN = [
+REFERENCE_CASES = [
     ("cifar100-resnet14", {}, 16),
     ("imagenet-resnet18", {"num_classes": 7}, 64),
     ("imagenet-resnet50", {"num_classes": 7, "in_channels": 1}, 64),
@@ -185,21 +186,21 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "changes", "size"), PLAIN)
+@pytest.mark.parametrize(("preset", "changes", "size"), REFERENCE_CASES)
 def test_torchvisions_weights_load_and_compute_what_they_do_there(
     preset: str, changes: dict[str, int], size: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    source = randomise(models.build(preset, **changes))
+    source = randomize(models.build(preset, **changes))
     family = models.family(preset).name
-    theirs = torchvision_state(source, family)
-    assert len(theirs) == len(source.state_dict())
-    torch.save(theirs, tmp_path / "theirs.pth")
-    net = ew.load_checkpoint(models.build(preset, **changes), tmp_path / "theirs.pth").double().eval()
+    state = torchvision_state(source, family)
+    assert len(state) == len(source.state_dict())
+    torch.save(state, tmp_path / "torchvision.pth")
+    net = ew.load_checkpoint(models.build(preset, **changes), tmp_path / "torchvision.pth").double().eval()
     assert same_bits(snapshot(net.float()), snapshot(source))
     x = torch.randn(2, changes.get("in_channels", 3), size, size, dtype=torch.float64)
-    plain = plain_resnet if family == "ResNet" else plain_densenet
-    expected = plain({key: value.double() for key, value in theirs.items()}, x)
+    reference = reference_resnet if family == "ResNet" else reference_densenet
+    expected = reference({key: value.double() for key, value in state.items()}, x)
     with torch.no_grad():
         (logits,) = net.double()(x)
     assert logits.shape == (2, net.num_classes)
@@ -208,15 +209,15 @@ def test_torchvisions_weights_load_and_compute_what_they_do_there(
 
 
 def test_densenet_weights_as_torchvision_offers_them_load(tmp_path: Path) -> None:
-    """Those files say norm.1 for norm1, and hold no batch counters."""
+    """These files have keys norm.1 for norm1, and no batch counters."""
     source = fill(models.densenet("cifar100-densenet16"))
-    theirs = {
+    state = {
         re.sub(r"(denselayer\d+\.(?:norm|conv))(\d)", r"\1.\2", key): value
         for key, value in torchvision_state(source, "DenseNet").items()
         if not key.endswith("num_batches_tracked")
     }
-    assert "features.denseblock1.denselayer2.norm.1.running_mean" in theirs
-    torch.save(theirs, tmp_path / "old.pth")
+    assert "features.denseblock1.denselayer2.norm.1.running_mean" in state
+    torch.save(state, tmp_path / "old.pth")
     net = ew.load_checkpoint(models.densenet("cifar100-densenet16"), tmp_path / "old.pth")
     for key, value in source.state_dict().items():
         assert key.endswith("num_batches_tracked") or torch.equal(net.state_dict()[key], value)
@@ -238,13 +239,13 @@ def test_shapes_and_gradients(preset: str, size: int, width: int) -> None:
     torch.manual_seed(0)
     net = models.build(preset, num_classes=5)
     x = torch.randn(4, 3, size, size)
-    given = x.clone()
+    x_before = x.clone()
     (state,) = [state for _, state in net.eval().states(x)]
-    held = state.clone()
+    state_before = state.clone()
     assert [f.shape for f in net.features(x)] == [(4, width)]
     net.exits[0].features(state)
-    assert torch.equal(state, held)  # nothing in place reaches what others may still read
-    assert torch.equal(x, given)
+    assert torch.equal(state, state_before)  # no operation in place reaches a state or an input
+    assert torch.equal(x, x_before)
 
     (logits,) = net.train()(x)
     assert logits.shape == (4, 5)
@@ -289,16 +290,16 @@ def test_densenets_start_as_torchvision_starts_them() -> None:
 def test_overrides(
     preset: str, changes: dict[str, int], spec: dict[str, int] | None, stem: tuple[int, ...], last: tuple[int, ...]
 ) -> None:
-    net, plain = on_meta(preset, **changes), on_meta(preset)
+    net, preset_net = on_meta(preset, **changes), on_meta(preset)
     assert net.spec == {"preset": preset, **(changes if spec is None else spec)}
     changed = {models.family(preset).stem: stem, "heads.0.last.weight": last, "heads.0.last.bias": last[:1]}
-    expected = {key: tuple(value.shape) for key, value in plain.state_dict().items()} | changed
+    expected = {key: tuple(value.shape) for key, value in preset_net.state_dict().items()} | changed
     assert {key: tuple(value.shape) for key, value in net.state_dict().items()} == expected
     with torch.device("meta"):
         assert models.rebuild(net.spec or {}).spec == net.spec
 
 
-@pytest.mark.parametrize("preset", models.list())
+@pytest.mark.parametrize("preset", models.list_presets())
 @pytest.mark.slow_after_first
 def test_every_preset_is_built_by_its_name_and_has_the_exits_it_says(preset: str) -> None:
     net = on_meta(preset)
@@ -366,7 +367,7 @@ def test_a_misfit_names_the_preset_that_fits(
     assert refused(models.build(target), tmp_path / "other.pth").endswith(expected)
 
 
-def test_weights_of_a_resnet_that_is_no_preset(tmp_path: Path) -> None:
+def test_weights_of_a_resnet_that_is_not_a_preset(tmp_path: Path) -> None:
     state = models.resnet("cifar100-resnet8").state_dict()
     torch.save({**state, "stages.0.layer4.0.conv1.weight": torch.zeros(1)}, tmp_path / "other.pth")
     assert refused(models.resnet("cifar100-resnet8"), tmp_path / "other.pth").endswith("no preset fits it")
@@ -381,25 +382,25 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_command_counts_a_baseline(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(capsys, "cost", "imagenet-densenet57", "--num-classes", "257", "--json"))
-    (only,) = found["exits"]
-    assert only["vanilla"] == 923732065  # as caltech256-densenet57 in the figure
-    assert only["ensemble"] == only["vanilla"]
+    costs = json.loads(run(capsys, "cost", "imagenet-densenet57", "--num-classes", "257", "--json"))
+    (exit_costs,) = costs["exits"]
+    assert exit_costs["vanilla"] == 923732065  # as caltech256-densenet57 in the figure
+    assert exit_costs["ensemble"] == exit_costs["vanilla"]
     assert "26.80" in run(capsys, "cost", "cifar100-resnet14")
 
 
 def test_the_command_lists_families_and_exits_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "models").splitlines()
-    assert [line.split()[0] for line in lines] == models.list()
+    assert [line.split()[0] for line in lines] == models.list_presets()
     by_name = {line.split()[0]: line for line in lines}
     assert by_name["cifar100-large"].split()[1:3] == ["MSDNet", "8"]
     assert by_name["caltech256-densenet121"].split()[1:3] == ["DenseNet", "1"]
-    assert len({line.index("pictures") for line in lines}) == len({len(line) for line in lines}) == 1
+    assert len({line.index("images") for line in lines}) == len({len(line) for line in lines}) == 1
     described = json.loads(run(capsys, "models", "--json"))["models"]["imagenet-resnet50"]
     assert described == {"family": "ResNet", "exits": 1, "input_shape": [3, 224, 224], "classes": 1000}
 
 
-# One exit, all the way down
+# The pipeline with one exit
 
 
 @pytest.fixture(scope="module", params=["cifar100-resnet8", "cifar100-densenet10"])
@@ -419,43 +420,43 @@ def trace(request: pytest.FixtureRequest) -> ew.Trace:
 
 
 def test_calibration_of_one_exit(trace: ew.Trace) -> None:
-    """It never makes the validation NLPD worse, and an ensemble of one is that one."""
-    made = {name: ew.calibrate(trace, name, samples=20) for name in METHODS}
-    vanilla = made["MSDNet (vanilla)"].val_nlpd[0]
-    assert made["T_opt"].val_nlpd[0] < vanilla  # untrained, so that any temperature above 1 helps
-    for name, calibration in made.items():
+    """Calibration never worsens the validation NLPD, and an ensemble of one exit equals that exit."""
+    calibrations = {name: ew.calibrate(trace, name, samples=20) for name in METHODS}
+    vanilla = calibrations["MSDNet (vanilla)"].val_nlpd[0]
+    assert calibrations["T_opt"].val_nlpd[0] < vanilla  # untrained, so that any temperature above 1 helps
+    for name, calibration in calibrations.items():
         if name.startswith("MIE"):
-            alone = made[name.removeprefix("MIE").strip() or "MSDNet (vanilla)"]
-            assert calibration.temperatures == alone.temperatures
-            assert np.array_equal(calibration.predict(trace.test).probs, alone.predict(trace.test).probs)
+            single = calibrations[name.removeprefix("MIE").strip() or "MSDNet (vanilla)"]
+            assert calibration.temperatures == single.temperatures
+            assert np.array_equal(calibration.predict(trace.test).probs, single.predict(trace.test).probs)
 
 
 def test_policies_with_one_exit_take_it(trace: ew.Trace) -> None:
     assert trace.test is not None
     calibration = ew.calibrate(trace, samples=20)
     val, test = calibration.predict(trace.val), calibration.predict(trace.test)
-    (price,) = trace.costs.values
-    fitted = ew.fit_policy(val, costs=trace.costs, budget=price)
+    (cost,) = trace.costs.values
+    fitted = ew.fit_policy(val, costs=trace.costs, budget=cost)
     right = np.mean(np.asarray(test.probs[0]).argmax(axis=1) == trace.test.labels.numpy())
     policies = [fitted, *ew.sweep(val, costs=trace.costs)]
     assert len(policies) == 40
     for policy in policies:
         result = ew.evaluate(test, labels=trace.test.labels, policy=policy, costs=trace.costs)
         assert policy.thresholds == (-np.inf,)
-        assert policy.cost == result.cost == price
+        assert policy.cost == result.cost == cost
         assert result.exit_shares == (1.0,)
         assert result.top1 == result.per_exit[0].top1 == right
-    for budget in (price - 1, price + 1):
+    for budget in (cost - 1, cost + 1):
         with pytest.raises(ew.InputError, match=r"`budget` must lie between .* but got"):
             ew.fit_policy(val, costs=trace.costs, budget=budget)
 
 
 def test_the_ablation_of_one_exit_is_flat_in_the_budget(trace: ew.Trace) -> None:
     assert trace.test is not None
-    (price,) = trace.costs.values
-    table = ew.ablation(trace, (price / 2, price * 2), samples=20)
+    (cost,) = trace.costs.values
+    table = ew.ablation(trace, (cost / 2, cost * 2), samples=20)
     calibration = ew.calibrate(trace, samples=20)
-    policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=price)
+    policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=cost)
     result = ew.evaluate(calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
     for name in ("top1", "nlpd", "ece"):
         assert getattr(table["MIE Laplace T_opt sigma_opt"], name) == pytest.approx(getattr(result, name))

@@ -1,4 +1,4 @@
-"""Costs: the counting rule by hand and by another counter, the paper's tables, the overhead of every method."""
+"""Costs: the counting rule checked by hand and with PyTorch's counter, the paper's tables, every method's overhead."""
 
 import copy
 from functools import cache
@@ -35,7 +35,7 @@ def widths(dataset: str, size: str) -> list[int]:
 
 @cache
 def counts(dataset: str, size: str) -> tuple[list[int], list[int]]:
-    """MACs and parameters of one of the paper's nets, counted once for all tests."""
+    """Return MACs and parameters of one of the paper's nets, counted once for all tests."""
     preset = f"{DATA[dataset][0]}-{size}"
     with torch.device("meta"):
         net = models.msdnet(preset)
@@ -49,7 +49,7 @@ def published(table: str, **where: str) -> list[dict[str, str]]:
 
 
 def one_exit(stage: nn.Module, features: int) -> ew.MultiExitNet:
-    """A net of one stage; its head counts 2 * features + 2."""
+    """Return a net of one stage; its head counts 2 * features + 2."""
     return ew.MultiExitNet([stage], [ew.Head(nn.Flatten(), nn.Linear(features, 2))])
 
 
@@ -62,7 +62,7 @@ def test_published_architectures_to_the_printed_digits(row: dict[str, str]) -> N
     macs, parameters = (values[int(row["block"]) - 1] for values in counts(row["dataset"], row["size"]))
     printed = float(row["mflops_cumulative"])
     if (row["dataset"], row["size"], row["block"]) == ("ImageNet", "large", "1"):
-        assert printed == 615.6  # a digit short in print
+        assert printed == 615.6  # printed with one digit less
         printed = 615.69
     assert round(macs / 1e6, 2) == printed
     assert round(parameters / 1e6, 2) == float(row["mparams_cumulative"])
@@ -87,17 +87,15 @@ def test_cost_figure_exactly_as_published(dataset: str, size: str, kind: str) ->
     assert [float(f"{bar:.15g}") for bar in bars[kind]] == [float(row["flops_cumulative"]) for row in printed]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "least", "most"), [("CIFAR-100", 3, 9), ("ImageNet", 4, 10), ("Caltech-256", 1, 3)]
-)
+@pytest.mark.parametrize(("dataset", "low", "high"), [("CIFAR-100", 3, 9), ("ImageNet", 4, 10), ("Caltech-256", 1, 3)])
 @pytest.mark.slow_after_first
-def test_mc_dropout_adds_the_percentages_of_the_paper(dataset: str, least: int, most: int) -> None:
+def test_mc_dropout_adds_the_percentages_of_the_paper(dataset: str, low: int, high: int) -> None:
     percent = [
         100 * k * overhead.mc_dropout_macs(p, DATA[dataset][1]) / vanilla
         for size in SIZES
         for k, (vanilla, p) in enumerate(zip(counts(dataset, size)[0], widths(dataset, size), strict=True), start=1)
     ]
-    assert (round(min(percent)), round(max(percent))) == (least, most)
+    assert (round(min(percent)), round(max(percent))) == (low, high)
 
 
 @pytest.mark.parametrize("samples", [50, 7])
@@ -125,7 +123,7 @@ def test_cost_table_pays_at_every_exit_on_the_way(preset: str, samples: int) -> 
 
 
 def test_figure_and_table_differ_only_where_widths_do() -> None:
-    """The figure multiplies the last exit's overhead, the table sums each exit's own."""
+    """The figure multiplies the last exit's overhead, the table sums the overhead of each exit."""
     for preset, same in (("cifar100-small", True), ("imagenet-small", False)):
         with torch.device("meta"):
             net = models.msdnet(preset)
@@ -139,7 +137,7 @@ def test_figure_and_table_differ_only_where_widths_do() -> None:
 
 
 class Steps(nn.Module):
-    """What a recurrent layer gives at every step."""
+    """Output of a recurrent layer at every step."""
 
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
@@ -151,7 +149,7 @@ class Steps(nn.Module):
 
 
 class Keywords(Steps):
-    """In another order than forward has."""
+    """Keyword arguments in another order than forward's parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         steps: Tensor = self.layer(hx=x.new_zeros(1, len(x), 5), input=x)[0]
@@ -265,7 +263,7 @@ def test_convolutions_count_as_pytorch_counts_them(
 
 
 def test_all_multiplications_of_a_whole_net_are_counted() -> None:
-    """PyTorch's counter sees convolutions and linear layers, 2 a MAC, and leaves out everything else."""
+    """PyTorch's counter counts only convolutions and linear layers, two FLOPs per MAC."""
     net = models.msdnet("tiny-16").eval()
     counted = ew.macs(net, (1, 16, 16))[-1]
     others = [m for m in net.modules() if isinstance(m, nn.ReLU | nn.AdaptiveAvgPool2d)]
@@ -301,11 +299,11 @@ def test_a_module_without_a_rule_is_refused_by_name(module: nn.Module) -> None:
         ew.macs(one_exit(module, 4), (4, 4, 4) if isinstance(module, nn.Unfold) else (4, 4))
 
 
-# What `macs` takes, and how it leaves the net
+# Inputs of `macs`; the net stays unchanged
 
 
 def mixed_net() -> ew.MultiExitNet:
-    """Parts in training and parts in evaluation mode, a frozen weight, a hook of the user's own."""
+    """Return a net with parts in training and parts in evaluation mode, a frozen weight, and a user's hook."""
     net = models.msdnet("tiny-8").train()
     net.stages[1].eval()
     net.heads[0].last.weight.requires_grad_(False)
@@ -342,13 +340,13 @@ def test_macs_leaves_the_net_as_it_was(fails: bool) -> None:
 def test_mode_device_and_precision_do_not_change_the_count() -> None:
     net = models.msdnet("tiny-8")
     expected = ew.macs(net, (1, 8, 8))
-    for other in (
+    for variant in (
         net.eval(),
         copy.deepcopy(net).double(),
         copy.deepcopy(net).bfloat16(),
         copy.deepcopy(net).to("meta"),
     ):
-        assert ew.macs(other, (1, 8, 8)) == expected
+        assert ew.macs(variant, (1, 8, 8)) == expected
 
 
 @pytest.mark.parametrize("given", [{}, {"input_shape": (1, 8, 8), "example_inputs": torch.zeros(1, 1, 8, 8)}])
@@ -358,7 +356,7 @@ def test_either_shape_or_example_is_needed(given: dict[str, Any]) -> None:
 
 
 class TwoInputs(nn.Module):
-    """Two linear layers on two inputs that come in any container: 4 * 3 + 3 and 5 * 3 + 3 MACs."""
+    """Two linear layers on two inputs in any container: 4 * 3 + 3 and 5 * 3 + 3 MACs."""
 
     def __init__(self, *path: Any) -> None:
         super().__init__()
@@ -395,9 +393,9 @@ def test_example_inputs_keep_their_type() -> None:
     ("net", "inputs"),
     [
         pytest.param(one_exit(nn.Linear(4, 3), 3), {"input_shape": (5,)}, id="too many features"),
-        pytest.param(models.msdnet("cifar100-small"), {"input_shape": (1, 32, 32)}, id="grey for colour"),
+        pytest.param(models.msdnet("cifar100-small"), {"input_shape": (1, 32, 32)}, id="gray for color"),
         pytest.param(models.msdnet("cifar100-small"), {"input_shape": (3, 16, 16)}, id="too small for the pools"),
-        pytest.param(models.msdnet("tiny-8"), {"input_shape": (8,)}, id="no picture"),
+        pytest.param(models.msdnet("tiny-8"), {"input_shape": (8,)}, id="not an image"),
         pytest.param(models.msdnet("tiny-8"), {"example_inputs": torch.zeros(1, 3, 8, 8)}, id="example of 3 channels"),
         pytest.param(models.msdnet("tiny-8"), {"input_shape": (1, -8, 8)}, id="negative"),
         pytest.param(models.msdnet("tiny-8"), {"input_shape": 8}, id="a number"),
@@ -409,7 +407,7 @@ def test_example_inputs_keep_their_type() -> None:
         pytest.param(
             models.msdnet("tiny-8"),
             {"example_inputs": {"image": torch.zeros(1, 1, 8, 8)}},
-            id="dict for a picture",
+            id="dict for an image",
         ),
     ],
 )
@@ -451,7 +449,7 @@ def test_costs_of_a_sequence_and_of_costs() -> None:
         ((1.0, 3.0, 2.0), "ms", "costs"),
         ((1.0, 2.0), "FLOPs", "unit"),
         ((1.0, 2.0), "", "unit"),
-        (("cheap", "dear"), "MACs", "costs"),
+        (("cheap", "expensive"), "MACs", "costs"),
         (3, "MACs", "costs"),
     ],
 )

@@ -1,4 +1,4 @@
-"""MSDNet presets: their shape is the specification's, their names lead back to them."""
+"""MSDNet presets: shapes as specified, and nets rebuilt from their names."""
 
 from math import sqrt
 from typing import Any
@@ -13,7 +13,7 @@ from exitwise.models.msdnet import MultiScaleLayer, Transition
 
 pytestmark = pytest.mark.numerical
 
-# From the specification: layers in each block, the layers after which a scale has gone, and the head widths.
+# From the specification: layers in each block, the layers after which a scale is dropped, and the head widths.
 SHAPES: dict[str, tuple[list[int], list[int], list[int]]] = {
     "cifar100-small": ([1, 2, 3, 4], [5, 9], [128] * 4),
     "cifar100-medium": ([1, 2, 3, 4, 5, 6], [8, 15], [128] * 6),
@@ -34,7 +34,7 @@ FACTORS = {"cifar100": [1, 2, 4], "imagenet": [1, 2, 4, 4]}
 
 
 def on_meta(preset: str, **changes: int) -> ew.MultiExitNet:
-    """Without weights, so that the large ones cost nothing."""
+    """Build a net without allocating its weights."""
     with torch.device("meta"):
         return models.msdnet(preset, **changes)
 
@@ -102,7 +102,7 @@ def test_layers_put_new_channels_behind_the_old() -> None:
 
 
 def test_weights_start_as_pytorch_starts_them() -> None:
-    """Uniform on +-1/sqrt(fan in) for convolutions and linear layers, 1 and 0 for normalisations."""
+    """Uniform on +-1/sqrt(fan in) for convolutions and linear layers, 1 and 0 for normalizations."""
     torch.manual_seed(0)
     for module in models.msdnet("cifar100-small").modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -122,11 +122,11 @@ def test_tiny_nets_take_every_size_from_8_to_32(preset: str) -> None:
         width = 40 - height
         x = torch.randn(2, models.config(preset).in_channels, height, width)
         with torch.no_grad():
-            features, logits, alone = net.features(x), net(x), net(x[1:])
+            features, logits, second_logits = net.features(x), net(x), net(x[1:])
         assert [f.shape for f in features] == [(2, 32)] * 3
         assert [z.shape for z in logits] == [(2, 10)] * 3
-        assert all(torch.allclose(z[1:], a, atol=1e-5) for z, a in zip(logits, alone, strict=True))
-        assert all(not torch.allclose(z[0], z[1]) for z in logits)  # the picture reaches every exit
+        assert all(torch.allclose(z[1:], a, atol=1e-5) for z, a in zip(logits, second_logits, strict=True))
+        assert all(not torch.allclose(z[0], z[1]) for z in logits)  # every exit depends on the image
 
 
 @pytest.mark.parametrize("preset", TINY)
@@ -136,11 +136,11 @@ def test_tiny_nets_are_small_and_their_exits_cost_more_and_more(preset: str) -> 
     assert costs[-1] < 1e7
 
 
-def test_every_preset_is_listed_with_its_pictures() -> None:
-    pictures = {"cifar100": (3, 32, 32), "imagenet": (3, 224, 224), "caltech256": (3, 224, 224)}
-    expected = {preset: pictures[preset.split("-")[0]] for preset in SHAPES}
+def test_every_preset_is_listed_with_its_input_shape() -> None:
+    shapes = {"cifar100": (3, 32, 32), "imagenet": (3, 224, 224), "caltech256": (3, 224, 224)}
+    expected = {preset: shapes[preset.split("-")[0]] for preset in SHAPES}
     expected |= {"tiny-8": (1, 8, 8), "tiny-16": (1, 16, 16), "tiny-32": (3, 32, 32)}
-    assert expected.keys() <= set(models.list())
+    assert expected.keys() <= set(models.list_presets())
     assert {preset: models.config(preset).input_shape for preset in expected} == expected
 
 
@@ -150,15 +150,15 @@ def test_every_preset_is_listed_with_its_pictures() -> None:
         ({"num_classes": 10}, {"num_classes": 10}),
         ({"in_channels": 1}, {"in_channels": 1}),
         ({"num_classes": 2, "in_channels": 7}, {"num_classes": 2, "in_channels": 7}),
-        ({"num_classes": 100, "in_channels": 3}, {}),  # as in the preset: nothing to note
+        ({"num_classes": 100, "in_channels": 3}, {}),  # equal to the preset's: not in the spec
     ],
 )
 def test_overrides_change_first_and_last_layers_only(changes: dict[str, int], spec: dict[str, int]) -> None:
-    net, plain = on_meta("cifar100-small", **changes), on_meta("cifar100-small")
+    net, preset_net = on_meta("cifar100-small", **changes), on_meta("cifar100-small")
     classes, channels = changes.get("num_classes", 100), changes.get("in_channels", 3)
     assert net.spec == {"preset": "cifar100-small", **spec}
     assert net.num_classes == classes
-    expected = shapes(plain) | {"stages.0.0.scales.0.0.weight": (16, channels, 3, 3)}
+    expected = shapes(preset_net) | {"stages.0.0.scales.0.0.weight": (16, channels, 3, 3)}
     for k in range(4):
         expected |= {f"heads.{k}.last.weight": (classes, 128), f"heads.{k}.last.bias": (classes,)}
     assert shapes(net) == expected
@@ -171,7 +171,7 @@ def test_odd_overrides_are_refused_by_name(argument: str, value: Any) -> None:
         models.msdnet("tiny-8", **{argument: value})
 
 
-def test_one_class_is_no_classification() -> None:
+def test_one_class_is_refused() -> None:
     with pytest.raises(ew.InputError, match="`num_classes` must be a whole number from 2 to 1000000, but got 1"):
         models.msdnet("tiny-8", num_classes=1)
 

@@ -1,4 +1,4 @@
-"""MultiExitNet and Head: what they compute, when they compute it, and what they refuse."""
+"""MultiExitNet and Head: outputs, lazy evaluation, and refused arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def head(classes: int = CLASSES) -> ew.Head:
 
 
 class Journal(nn.Module):
-    """Passes its input on and writes its name down."""
+    """Identity that records its name when it runs."""
 
     def __init__(self, name: str, pages: list[str]) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ def test_no_stage_and_no_head_runs_before_it_is_asked_for(wanted: int) -> None:
 def test_states_pair_each_head_with_what_it_reads() -> None:
     net, x = three_exits(), torch.randn(2, 6)
     pairs = list(net.states(x))
-    assert [found for found, _ in pairs] == list(net.heads) == net.exits
-    assert all(torch.equal(found(state), logits) for (found, state), logits in zip(pairs, net(x), strict=True))
+    assert [head for head, _ in pairs] == list(net.heads) == net.exits
+    assert all(torch.equal(head(state), logits) for (head, state), logits in zip(pairs, net(x), strict=True))
 
 
 def test_a_state_may_be_any_nest_of_tensors() -> None:
@@ -114,7 +114,7 @@ def test_weights_of_stages_and_heads_are_the_nets_own() -> None:
     [
         pytest.param(lambda: ew.Head(nn.Identity(), nn.Identity()), "last", id="last layer that is not linear"),
         pytest.param(lambda: ew.Head(nn.Identity(), None), "last", id="no last layer"),
-        pytest.param(lambda: ew.Head(len, nn.Linear(6, 2)), "neck", id="neck that is no module"),
+        pytest.param(lambda: ew.Head(len, nn.Linear(6, 2)), "neck", id="neck that is not a module"),
         pytest.param(lambda: ew.MultiExitNet([], []), "stages", id="no exits"),
         pytest.param(lambda: ew.MultiExitNet([nn.Identity()] * 2, [head()]), "stages", id="a stage too many"),
         pytest.param(lambda: ew.MultiExitNet([nn.Identity()], [head()] * 2), "heads", id="a head too many"),
@@ -123,7 +123,7 @@ def test_weights_of_stages_and_heads_are_the_nets_own() -> None:
         pytest.param(
             lambda: ew.MultiExitNet([nn.Identity()] * 2, [head(2), head(3)]), "heads", id="unequal numbers of classes"
         ),
-        pytest.param(lambda: ew.MultiExitNet([len], [head()]), "stages", id="stage that is no module"),
+        pytest.param(lambda: ew.MultiExitNet([len], [head()]), "stages", id="stage that is not a module"),
         pytest.param(lambda: ew.MultiExitNet(nn.Identity(), [head()]), "stages", id="a module for a list"),
     ],
 )

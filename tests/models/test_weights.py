@@ -1,4 +1,4 @@
-"""Weights from files: round trips, the public code's key names, and files that do not fit or are not whole."""
+"""Weights in files: round trips, keys of the released code, and files that do not fit or are incomplete."""
 
 import io
 import pickle
@@ -20,29 +20,29 @@ from exitwise import models
 pytestmark = pytest.mark.numerical
 
 
-def public_name(key: str, imagenet: bool = False) -> str:
-    """Our name of a tensor as the two public MSDNet code bases spell it."""
+def released_key(key: str, imagenet: bool = False) -> str:
+    """Return the key of the two released MSDNet code bases for a key of exitwise."""
     match key.split("."):
         case ["heads", k, "neck", j, *rest]:
-            pieces = ["classifier", k, "m", j, "net", *rest]
+            parts = ["classifier", k, "m", j, "net", *rest]
         case ["heads", k, "last", rest]:
-            pieces = ["classifier", k, "linear", rest]
+            parts = ["classifier", k, "linear", rest]
         case ["stages", "0", "0", "scales", "0", *rest] if imagenet:
-            pieces = ["blocks", "0", "0", "layers", "0", *rest]
+            parts = ["blocks", "0", "0", "layers", "0", *rest]
         case ["stages", "0", "0", "scales", s, *rest]:
-            pieces = ["blocks", "0", "0", "layers", s, "net", *rest]
+            parts = ["blocks", "0", "0", "layers", s, "net", *rest]
         case ["stages", b, i, "scales", s, "same", *rest]:
-            pieces = ["blocks", b, i, "layers", s, "conv_normal", "net", *rest]
+            parts = ["blocks", b, i, "layers", s, "conv_normal", "net", *rest]
         case ["stages", b, i, "scales", s, "down", *rest]:
-            pieces = ["blocks", b, i, "layers", s, "conv_down", "net", *rest]
+            parts = ["blocks", b, i, "layers", s, "conv_down", "net", *rest]
         case ["stages", b, i, "scales", s, *rest]:  # a transition
-            pieces = ["blocks", b, i, "m", s, "net", *rest]
+            parts = ["blocks", b, i, "m", s, "net", *rest]
         case _:
             raise AssertionError(key)
-    return ".".join(pieces)
+    return ".".join(parts)
 
 
-# Our own files
+# Files of exitwise
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 
 
 class Wrapped(nn.Module):
-    """A stage with names that the public code has too."""
+    """Stage with a submodule name of the released code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ def test_load_net_reads_only_what_it_can_rebuild(header: dict[str, str], expecte
     assert "\n" not in str(caught.value)
 
 
-# The public code's files
+# Files of the released code
 
 
-def write_public(state: State, path: Path, prefix: str, nested: str | None) -> None:
+def write_state(state: State, path: Path, prefix: str, nested: str | None) -> None:
     named = {prefix + key: value for key, value in state.items()}
     if path.suffix == ".safetensors":
         save_file(named, path)
@@ -167,30 +167,30 @@ def write_public(state: State, path: Path, prefix: str, nested: str | None) -> N
 )
 def test_public_cifar_weights_load(file: str, nested: str | None, prefix: str, tmp_path: Path) -> None:
     source = fill(models.msdnet("cifar100-small"))
-    public = {public_name(key): value for key, value in source.state_dict().items()}
-    assert len(public) == len(source.state_dict())
+    released = {released_key(key): value for key, value in source.state_dict().items()}
+    assert len(released) == len(source.state_dict())
     assert {
         "blocks.0.0.layers.0.net.0.weight",
         "blocks.2.2.m.1.net.1.running_var",
         "classifier.3.m.0.net.1.running_mean",
         "classifier.3.linear.weight",
-    } <= public.keys()
-    write_public(public, tmp_path / file, prefix, nested)
+    } <= released.keys()
+    write_state(released, tmp_path / file, prefix, nested)
     net = ew.load_checkpoint(models.msdnet("cifar100-small"), tmp_path / file)
     assert same_bits(snapshot(net), snapshot(source))
 
 
 def test_public_imagenet_weights_load(tmp_path: Path) -> None:
     source = fill(models.msdnet("imagenet-small"))
-    public = {public_name(key, imagenet=True): value for key, value in source.state_dict().items()}
+    released = {released_key(key, imagenet=True): value for key, value in source.state_dict().items()}
     assert {
         "blocks.0.0.layers.0.0.weight",
         "blocks.0.0.layers.0.0.bias",
         "blocks.0.0.layers.0.1.running_mean",
         "blocks.0.0.layers.1.net.0.weight",
         "blocks.1.2.m.0.net.0.weight",
-    } <= public.keys()
-    write_public(public, tmp_path / "net.pth", "module.", "state_dict")
+    } <= released.keys()
+    write_state(released, tmp_path / "net.pth", "module.", "state_dict")
     net = ew.load_checkpoint(models.msdnet("imagenet-small"), tmp_path / "net.pth")
     assert same_bits(snapshot(net), snapshot(source))
 
@@ -200,7 +200,7 @@ def test_old_files_without_batch_counters_load(public: bool, tmp_path: Path) -> 
     source, net = fill(models.msdnet("tiny-8"), 1), fill(models.msdnet("tiny-8"), 2)
     counters = {key: value for key, value in snapshot(net).items() if key.endswith("num_batches_tracked")}
     state = {key: value for key, value in source.state_dict().items() if key not in counters}
-    torch.save({public_name(key) if public else key: value for key, value in state.items()}, tmp_path / "old.pth")
+    torch.save({released_key(key) if public else key: value for key, value in state.items()}, tmp_path / "old.pth")
     ew.load_checkpoint(net, tmp_path / "old.pth")
     assert counters
     assert same_bits(snapshot(net), {key: {**state, **counters}[key] for key in net.state_dict()})
@@ -225,16 +225,16 @@ def test_a_misfit_names_keys_and_the_preset_that_fits(
     source: str, changes: dict[str, int], target: str, public: bool, expected: str, tmp_path: Path
 ) -> None:
     state, net = models.msdnet(source, **changes).state_dict(), models.msdnet(target)
-    torch.save({public_name(key) if public else key: value for key, value in state.items()}, tmp_path / "other.pth")
+    torch.save({released_key(key) if public else key: value for key, value in state.items()}, tmp_path / "other.pth")
     message = refused(net, tmp_path / "other.pth")
     assert message.endswith(expected)
     assert f"does not fit {target!r}" in message
-    for words, missed in (
+    for label, keys in (
         ("first missing key", [key for key in net.state_dict() if key not in state]),
         ("first unexpected key", [key for key in state if key not in net.state_dict()]),
     ):
-        named = re.findall(f"{words} '([^']+)'", message)
-        assert named == missed[:1]
+        named = re.findall(f"{label} '([^']+)'", message)
+        assert named == keys[:1]
 
 
 def test_weights_that_no_preset_fits(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_misfit_of_a_net_of_ones_own(tmp_path: Path) -> None:
     assert "it fits 'tiny-8'" in refused(net, tmp_path / "net.safetensors")
 
 
-# Files that are not whole, not plain, not there
+# Files that are incomplete, of other content, or missing
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -260,32 +260,32 @@ def test_a_misfit_of_a_net_of_ones_own(tmp_path: Path) -> None:
 def test_weights_must_be_finite(file: str, key: str, value: float, tmp_path: Path) -> None:
     state = snapshot(fill(models.msdnet("tiny-8"), 1))
     state[key][-1] = value
-    write_public(state, tmp_path / file, "", None)
+    write_state(state, tmp_path / file, "", None)
     assert f"not finite in '{key}'" in refused(models.msdnet("tiny-8"), tmp_path / file)
 
 
 @pytest.mark.parametrize("file", ["net.safetensors", "net.pth"])
-def test_a_missing_file_is_said_to_be_missing(file: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(file: str, tmp_path: Path) -> None:
     assert "does not exist" in refused(models.msdnet("tiny-8"), tmp_path / file)
     with pytest.raises(ew.InputError, match="does not exist"):
         ew.load_net(tmp_path / file)
 
 
 def write_legacy(state: State, path: Path) -> None:
-    """As PyTorch wrote before 1.6, when the public checkpoints were made."""
+    """Write a file as PyTorch before 1.6 did, when the released checkpoints were saved."""
     torch.save(state, path, _use_new_zipfile_serialization=False)
 
 
-def every_length(whole: int) -> list[int]:
-    return [*range(0, 400, 9), *range(0, whole, whole // 40), whole - 1]
+def every_length(size: int) -> list[int]:
+    return [*range(0, 400, 9), *range(0, size, size // 40), size - 1]
 
 
 @pytest.mark.parametrize(
     ("file", "write", "lengths"),
     [
         pytest.param("net.safetensors", save_file, every_length, id="safetensors"),
-        pytest.param("net.pth", torch.save, lambda whole: [0, 100, whole // 2, whole - 1], id="pth"),
-        pytest.param("net.pth", write_legacy, lambda whole: [0, 200, whole // 2, whole - 1], id="pth before 1.6"),
+        pytest.param("net.pth", torch.save, lambda size: [0, 100, size // 2, size - 1], id="pth"),
+        pytest.param("net.pth", write_legacy, lambda size: [0, 200, size // 2, size - 1], id="pth before 1.6"),
         pytest.param("net.pth", torch.save, every_length, id="pth, anywhere"),
         pytest.param(
             "net.pth",
@@ -300,14 +300,14 @@ def test_a_truncated_file_is_refused(
     file: str, write: Callable[[State, Path], None], lengths: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
     net = models.msdnet("tiny-8")
-    write(fill(models.msdnet("tiny-8")).state_dict(), tmp_path / "whole")
-    whole = (tmp_path / "whole").read_bytes()
-    for length in lengths(len(whole)):
-        (tmp_path / file).write_bytes(whole[:length])
+    write(fill(models.msdnet("tiny-8")).state_dict(), tmp_path / "complete")
+    content = (tmp_path / "complete").read_bytes()
+    for length in lengths(len(content)):
+        (tmp_path / file).write_bytes(content[:length])
         refused(net, tmp_path / file)
 
 
-def test_whole_files_from_before_1_6_load(tmp_path: Path) -> None:
+def test_complete_files_from_before_1_6_load(tmp_path: Path) -> None:
     source = fill(models.msdnet("tiny-8"))
     write_legacy(source.state_dict(), tmp_path / "net.pth")
     assert same_bits(snapshot(ew.load_checkpoint(models.msdnet("tiny-8"), tmp_path / "net.pth")), snapshot(source))
@@ -328,13 +328,13 @@ def test_whole_files_from_before_1_6_load(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_plain_contents_are_refused(content: Any, tmp_path: Path) -> None:
+def test_other_contents_are_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "net.pth")
     assert "must hold a state dict of named tensors" in refused(models.msdnet("tiny-8"), tmp_path / "net.pth")
 
 
 class Trap:
-    """Unpickling this creates a file."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, sprung: Path) -> None:
         self.sprung = sprung
@@ -343,12 +343,12 @@ class Trap:
         return (Path.touch, (self.sprung,))
 
 
-def plain_pickle(content: Any, path: Path, protocol: int = 2) -> None:
+def old_pickle(content: Any, path: Path, protocol: int = 2) -> None:
     path.write_bytes(pickle.dumps(content, protocol))
 
 
 def recent_pickle(content: Any, path: Path) -> None:
-    plain_pickle(content, path, protocol=4)
+    old_pickle(content, path, protocol=4)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -357,7 +357,7 @@ def recent_pickle(content: Any, path: Path) -> None:
     [
         ("net.pth", torch.save),
         ("net.pth", write_legacy),
-        ("net.pth", plain_pickle),
+        ("net.pth", old_pickle),
         pytest.param("net.pth", recent_pickle),
         ("net.safetensors", torch.save),
         ("net.safetensors", recent_pickle),
@@ -374,11 +374,11 @@ def test_code_in_a_file_is_refused_and_not_run(
         ew.load_net(path)
     assert not sprung.exists()
 
-    whole = io.BytesIO(path.read_bytes())
-    if write in (plain_pickle, recent_pickle):
-        pickle.load(whole)
+    content = io.BytesIO(path.read_bytes())
+    if write in (old_pickle, recent_pickle):
+        pickle.load(content)
     else:
-        torch.load(whole, weights_only=False)
+        torch.load(content, weights_only=False)
     assert sprung.exists()  # the trap was armed
 
 
@@ -392,21 +392,21 @@ def golden(shared: Path) -> Path:
 
 def test_the_trained_checkpoint_has_the_public_names_and_loads(golden: Path) -> None:
     file = golden / "cifar100_msdnet_small.safetensors"
-    theirs = load_file(file)
+    state = load_file(file)
     net = ew.load_checkpoint(models.msdnet("cifar100-small"), file)
-    ours = {public_name(key): value for key, value in net.state_dict().items()}
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    loaded = {released_key(key): value for key, value in net.state_dict().items()}
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
     with pytest.raises(ew.InputError, match=r"must be of format 'exitwise\.net'"):
         ew.load_net(file)
 
 
 @pytest.mark.parametrize(("split", "file"), [("val", "train.bin"), ("test", "test.bin")])
 @pytest.mark.slow
-def test_features_of_real_pictures_are_those_of_the_public_code(
+def test_features_of_real_images_are_those_of_the_released_code(
     split: str, file: str, golden: Path, cifar100: Path
 ) -> None:
-    """The trace holds float16: half a unit in the last place is 2^-11 of the value; the rest is order of summation."""
+    """The trace is float16, which rounds to 2^-11 of the value; `atol` allows another order of summation."""
     trace = load_file(golden / "trace.safetensors")
     records = np.memmap(cifar100 / "cifar-100-binary" / file, np.uint8, "r").reshape(-1, 2 + 3 * 32 * 32)
     chosen = torch.from_numpy(records[trace[f"{split}.index"][:64].numpy()])
@@ -417,6 +417,6 @@ def test_features_of_real_pictures_are_those_of_the_public_code(
     net = ew.load_checkpoint(models.msdnet("cifar100-small"), golden / "cifar100_msdnet_small.safetensors").eval()
     with torch.no_grad():
         features = net.features(images)
-    for k, ours in enumerate(features):
-        theirs = trace[f"{split}.features.{k}"][:64].float()
-        torch.testing.assert_close(ours, theirs, rtol=2**-11, atol=5e-6)
+    for k, computed in enumerate(features):
+        expected = trace[f"{split}.features.{k}"][:64].float()
+        torch.testing.assert_close(computed, expected, rtol=2**-11, atol=5e-6)

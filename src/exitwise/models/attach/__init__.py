@@ -1,1 +1,1 @@
-"""Add exits to any module."""
+"""Attach exits to any module: trace it, cut it into stages, add heads."""

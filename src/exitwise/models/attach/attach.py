@@ -1,14 +1,15 @@
-"""Exits on a plain network: its layers as stages, a small head at every cut, its own classifier as the last exit."""
+"""Attach exits to a module: its layers become stages, each cut gets a small head, its classifier is the last exit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from exitwise.core import nested
+from exitwise.core.checks import is_integer
 from exitwise.core.errors import InputError, first_line
 from exitwise.models.attach.cut import HeadInput, cut_module, find_last_layer
 from exitwise.models.attach.graph import (
@@ -24,9 +25,9 @@ from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
-MIN_HIDDEN_WIDTH = 128  # of a small MLP, at least
-POOL_SIZES = (1, 2, 3, 4)  # of a pooled map
-REMAINING_SAMPLES = 3  # samples in the end, when one leaves before each stage
+MIN_HIDDEN_WIDTH = 128  # smallest hidden layer of an MLP head
+POOL_SIZES = (1, 2, 3, 4)  # possible sizes of a pooled map along each dimension
+REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drops one before each stage
 
 
 def attach(
@@ -38,40 +39,61 @@ def attach(
     example_inputs: Any = None,
     exits: int | None = None,
 ) -> MultiExitNet:
-    """A multi-exit net from a trained module: cut behind the submodules `at`, with a new head at each cut.
+    """Build a multi-exit net from a trained module: cut it after the submodules `at`, with a new head at each cut.
 
-    The stages share the module's layers, and the last exit gives what the module gives, bit for bit. What crosses a
-    cut (residuals, tokens, masks) is carried along and can be compacted. `at="auto"` with `exits` chooses cuts of about
-    equal cost. A head pools maps (n, c, h, w) and tokens (n, l, d) over their places, and has a hidden layer ("mlp") or
-    none ("linear"); or give a function of the features (of two samples) and the number of classes, or the heads
-    themselves in the order of `at`, each reading what its submodule gives, samples first. Heads are untrained: see
-    `train_heads`.
+    The stages share the module's layers, and the last exit returns the module's output, bit for bit. Live values at a
+    cut (residuals, tokens, masks) are part of the stage state and can be compacted. The new heads are untrained: see
+    `train_heads`. A forward that only torch.export can trace is fixed to evaluation mode and to the shapes of
+    `example_inputs`, except for the batch size.
 
-    `example_inputs` is what the module is called with, for one sample or more: a tensor, a tuple or a dict of tensors;
-    it is guessed for nets that begin with a convolution, a linear layer or an embedding. A forward that only
-    torch.export can follow stays in evaluation mode and at the example's shapes, but for the batch.
+    Args:
+        module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c).
+        at: Names of submodules, or "auto" to choose cuts of about equal cost.
+        num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers.
+        head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
+            hidden layer or without. Or a function of the features (of two samples) and the number of classes that
+            returns a head. Or a list of heads in the order of `at`; each reads the output of its submodule, samples
+            first.
+        example_inputs: Inputs of the module for at least one sample: a tensor, or a tuple or dict of tensors. It is
+            guessed for modules that begin with a convolution, a linear layer or an embedding.
+        exits: Number of exits for `at="auto"`.
+
+    Returns:
+        A net with one exit per cut and the module's classifier as the last exit, in evaluation mode.
+
+    Raises:
+        InputError: The module cannot be traced or cut there, mixes the samples of a batch, or an argument is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> module = ew.models.resnet("cifar100-resnet8").eval()
+        >>> net = ew.attach(module, ["stages.0.layer1", "stages.0.layer2"])
+        >>> len(net.exits), net.num_classes
+        (3, 100)
+        >>> len(ew.attach(module, "auto", exits=2, head="linear").exits)
+        2
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"`module` must be an nn.Module, but got {type(module).__name__}")
     if any(part.training for part in module.modules()):
         raise InputError("`module` is in training mode: call module.eval() first, or dropout and statistics would vary")
-    names = _names(at, exits)
+    names = _check_at(at, exits)
     with torch.inference_mode(False), torch.no_grad():
-        inputs = ModuleInputs.of(_guessed(module) if example_inputs is None else example_inputs)
+        inputs = ModuleInputs.of(_guess_input(module) if example_inputs is None else example_inputs)
         _check_inputs(inputs)
         if names is None:
-            traced, names = _chosen(module, inputs, exits or 0, num_classes)
+            traced, names = _choose_cuts(module, inputs, exits or 0, num_classes)
         else:
             traced = trace_module(module, inputs, names)
-        pieces = cut_module(module, traced, names, inputs, num_classes)
-        heads = _heads(head, names, pieces.reads, pieces.last.out_features)
-        net = MultiExitNet(pieces.stages, [*heads, Head(nn.Identity(), pieces.last)], _spec(module, names, head)).eval()
-        _check_same(net, module, inputs, traced.exported)
+        cut = cut_module(module, traced, names, inputs, num_classes)
+        heads = [*_make_heads(head, names, cut.head_inputs, cut.last.out_features), Head(nn.Identity(), cut.last)]
+        net = MultiExitNet(cut.stages, heads, _make_spec(module, names, head)).eval()
+        _check_stages(net, module, inputs, traced.exported)
     return net
 
 
-def _spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
-    """How to build the net again, if the module was built by name and the heads are ours."""
+def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
+    """Return the spec that rebuilds the net, or None unless the module is a preset and its heads are built in."""
     spec = module.spec if isinstance(module, MultiExitNet) else None
     if spec is None or not isinstance(head, str) or "attach" in spec:
         return None
@@ -79,7 +101,7 @@ def _spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | N
 
 
 class TokenMean(nn.Module):
-    """The mean over all places of features (n, ..., d)."""
+    """Mean over all positions of features (n, ..., d)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return tokens.flatten(1, -2).mean(dim=1)
@@ -88,10 +110,10 @@ class TokenMean(nn.Module):
         return inputs[0].numel()
 
 
-def _names(at: Any, exits: int | None) -> list[str] | None:
-    """The submodules to cut at, or None where they are to be chosen."""
+def _check_at(at: Any, exits: int | None) -> list[str] | None:
+    """Return the names of the submodules to cut after, or None for "auto"."""
     if at == "auto":
-        if isinstance(exits, bool) or not isinstance(exits, int) or exits < 2:
+        if exits is None or not is_integer(exits) or exits < 2:
             raise InputError(f'`at="auto"` needs `exits`, a whole number of at least 2, but got {exits!r}')
         return None
     if isinstance(at, str) or not isinstance(at, Sequence) or not at or not all(isinstance(name, str) for name in at):
@@ -109,24 +131,26 @@ def _check_inputs(inputs: ModuleInputs) -> None:
     constants = [value for value in values if not isinstance(value, Tensor)]
     if not tensors or any(not isinstance(value, bool | int | float | str | None) for value in constants):
         kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
-        raise InputError(f"`example_inputs` must be a tensor, a tuple or a dict of tensors, but is of {kinds}")
+        raise InputError(f"`example_inputs` must be a tensor, a tuple or a dict of tensors, but holds {kinds}")
     if any(not tensor.dim() or not len(tensor) for tensor in tensors) or len({len(tensor) for tensor in tensors}) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(f"`example_inputs` must have samples first, equally many, at least one, but are {shapes}")
+        raise InputError(
+            f"`example_inputs` must have the same number of samples first, at least one, but have {shapes}"
+        )
 
 
-def _guessed(module: nn.Module) -> Tensor:
-    """An input that the module takes, by the looks of its first layer."""
-    for candidate in _candidates(module):
+def _guess_input(module: nn.Module) -> Tensor:
+    """Return an input of one sample that the module takes, guessed from its first layer."""
+    for candidate in _candidate_inputs(module):
         try:
             call_with_inputs(module, ModuleInputs.of(candidate))
         except InputError:
             continue
         return candidate
-    raise InputError("what the module takes could not be guessed: give `example_inputs`")
+    raise InputError("the module's inputs could not be guessed: pass `example_inputs`")
 
 
-def _candidates(module: nn.Module) -> list[Tensor]:
+def _candidate_inputs(module: nn.Module) -> list[Tensor]:
     first = next(
         (part for part in module.modules() if isinstance(part, nn.Conv2d | nn.Conv1d | nn.Linear | nn.Embedding)), None
     )
@@ -140,68 +164,73 @@ def _candidates(module: nn.Module) -> list[Tensor]:
     elif isinstance(module, MultiExitNet) and module.input_shape is not None:
         shapes = [module.input_shape]
     else:
-        sides = [(side, side) for side in (224, 64, 32, 28, 8)] if isinstance(first, nn.Conv2d) else [(256,), (64,)]
-        shapes = [(first.in_channels, *side) for side in sides]
+        sizes = [(side, side) for side in (224, 64, 32, 28, 8)] if isinstance(first, nn.Conv2d) else [(256,), (64,)]
+        shapes = [(first.in_channels, *size) for size in sizes]
     return [torch.rand(1, *shape, device=device, dtype=dtype) for shape in shapes]
 
 
-def _heads(head: Any, at: Sequence[str], reads: Sequence[HeadInput], classes: int) -> list[Head]:
-    """A head for each cut; those given are in the order of `at`."""
+def _make_heads(head: Any, at: Sequence[str], head_inputs: Sequence[HeadInput], classes: int) -> list[Head]:
+    """Return a checked head for each cut; a list of heads is in the order of `at`."""
     if isinstance(head, Sequence) and not isinstance(head, str):
-        if len(head) != len(reads):
-            raise InputError(f"`head` must have one head for each of {len(reads)} cuts, but has {len(head)}")
-        named = dict(zip(at, head, strict=True))
-        made = [named[read.name] for read in reads]
+        if len(head) != len(head_inputs):
+            raise InputError(f"`head` must have one head for each of {len(head_inputs)} cuts, but has {len(head)}")
+        by_name = dict(zip(at, head, strict=True))
+        heads = [by_name[head_input.name] for head_input in head_inputs]
     elif callable(head):
-        made = [head(read.features, classes) for read in reads]
+        heads = [head(head_input.features, classes) for head_input in head_inputs]
     elif head in ("mlp", "linear"):
-        made = [_head(read, classes, head) for read in reads]
+        heads = [_build_head(head_input, classes, head) for head_input in head_inputs]
     else:
         raise InputError(f'`head` must be "mlp", "linear", a function or a list of heads, but got {head!r}')
-    for each, read in zip(made, reads, strict=True):
-        if not isinstance(each, Head):
-            raise InputError(f"`head` must give an exitwise Head, but gave a {type(each).__name__}")
-        if each.last.out_features != classes:
-            raise InputError(f"`head` must have the module's {classes} classes, but has {each.last.out_features}")
-        _check_reads(each.eval(), read)
-    if len(set(made)) < len(made):
-        raise InputError("`head` must give another head for each cut, but gave one twice")
-    picks = [(each, read.pick) for each, read in zip(made, reads, strict=True)]
-    return [each if pick is None else Head(nn.Sequential(pick, each.neck), each.last) for each, pick in picks]
+    for made_head, head_input in zip(heads, head_inputs, strict=True):
+        if not isinstance(made_head, Head):
+            raise InputError(f"`head` must give an exitwise Head, but gave a {type(made_head).__name__}")
+        if made_head.last.out_features != classes:
+            raise InputError(f"`head` must have the module's {classes} classes, but has {made_head.last.out_features}")
+        _check_head(made_head.eval(), head_input)
+    if len(set(heads)) < len(heads):
+        raise InputError("`head` must give a different head for each cut, but gave the same head twice")
+    selects = [head_input.select for head_input in head_inputs]
+    return [
+        made_head if select is None else Head(nn.Sequential(select, made_head.neck), made_head.last)
+        for made_head, select in zip(heads, selects, strict=True)
+    ]
 
 
-def _check_reads(head: Head, read: HeadInput) -> None:
+def _check_head(head: Head, head_input: HeadInput) -> None:
+    """Raise `InputError` unless the head gives one row of features per sample for its input."""
     try:
-        features = head.features(read.features)
+        features = head.features(head_input.features)
         logits = head.last(features)
-    except Exception as error:
+    except Exception as error:  # a user's head may raise anything
         reason = first_line(error)
     else:
-        if features.dim() == 2 and len(logits) == len(read.features):
+        if features.dim() == 2 and len(logits) == len(head_input.features):
             return
-        reason = f"it makes features {tuple(features.shape)} of them, not one row for each sample"
+        reason = f"its features {tuple(features.shape)} are not one row per sample"
     raise InputError(
-        f"`head` cannot read what {read.name!r} gives, {nested.describe(read.features)} "
+        f"`head` cannot read the output of {head_input.name!r}, {nested.describe(head_input.features)} "
         f"for {PROBE_BATCH_SIZES[0]} samples: {reason}"
     )
 
 
-def _head(read: HeadInput, classes: int, kind: str) -> Head:
-    features = read.features
+def _build_head(head_input: HeadInput, classes: int, kind: str) -> Head:
+    """Build a pooling head of kind "mlp" or "linear" for its input."""
+    features = head_input.features
     if not features.is_floating_point() or not 2 <= features.dim() <= 5:
         raise InputError(
-            f"no head is known for what {read.name!r} gives, {nested.describe(features)} "
-            f"for {PROBE_BATCH_SIZES[0]} samples: give your own as `head`"
+            f"no built-in head can read the output of {head_input.name!r}, {nested.describe(features)} "
+            f"for {PROBE_BATCH_SIZES[0]} samples: pass your own as `head`"
         )
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
     layers: list[nn.Module] = []
-    width = features.shape[read.channels]
-    if features.dim() > 2 and read.channels == -1:
+    width = features.shape[head_input.channels]
+    if features.dim() > 2 and head_input.channels == -1:
         layers = [TokenMean()]
     elif features.dim() > 2:
-        side = _side(width, features.shape[2:])
-        layers = [pools[features.dim()](side), nn.Flatten()]
-        width *= side ** (features.dim() - 2)
+        size = _choose_pool_size(width, features.shape[2:])
+        layers = [pools[features.dim()](size), nn.Flatten()]
+        width *= size ** (features.dim() - 2)
     options: dict[str, Any] = {"device": features.device, "dtype": features.dtype}
     if kind == "mlp":
         hidden = max(width, MIN_HIDDEN_WIDTH)
@@ -210,73 +239,80 @@ def _head(read: HeadInput, classes: int, kind: str) -> Head:
     return Head(nn.Sequential(*layers), nn.Linear(width, classes, **options))
 
 
-def _side(channels: int, places: Sequence[int]) -> int:
-    """To how many places along each dimension a map is pooled: more than one where there are few channels."""
-    sides = [side for side in POOL_SIZES if all(length % side == 0 for length in places)]
-    return next((side for side in sides if channels * side ** len(places) >= MIN_HIDDEN_WIDTH), sides[-1])
+def _choose_pool_size(channels: int, map_shape: Sequence[int]) -> int:
+    """Return the size of the pooled map along each dimension: more than one if there are few channels."""
+    sizes = [size for size in POOL_SIZES if all(length % size == 0 for length in map_shape)]
+    return next((size for size in sizes if channels * size ** len(map_shape) >= MIN_HIDDEN_WIDTH), sizes[-1])
 
 
-# -- what the stages must do
+# -- checks of the stages
 
 
-def _check_same(net: MultiExitNet, module: nn.Module, inputs: ModuleInputs, exported: bool) -> None:
-    """The last exit gives what the module gives, and what it gives of some samples when others are gone."""
+def _check_stages(net: MultiExitNet, module: nn.Module, inputs: ModuleInputs, exported: bool) -> None:
+    """Raise `InputError` unless the last exit reproduces the module's output, also after some samples exited."""
     many = inputs.with_batch_size(len(net.stages) + REMAINING_SAMPLES)
     if any(tensor.is_meta for tensor in many.tensors):
         return
-    rows = run_full_batch(net.stages, many)
-    if not _given_by(module, many, net.exits[-1], rows, exported):
+    features = run_full_batch(net.stages, many)
+    if not _reproduces_module(net.exits[-1], features, module, many, exported):
         raise InputError(
-            "the stages do not give what the module gives: its forward does what was not seen, such as drawing numbers"
+            "the stages do not reproduce the module's output: its forward does something that tracing cannot record, "
+            "such as drawing random numbers"
         )
-    fewer, left = run_shrinking_batch(net.stages, many)
-    if not _near(fewer, rows[left]):
+    remaining_features, remaining = run_shrinking_batch(net.stages, many)
+    if not _is_close(remaining_features, features[remaining]):
         raise InputError(
-            "the module mixes the samples of a batch, or changes in place what lies across a cut: "
-            "what it says of a sample depends on which others are there"
+            "the module mixes the samples of a batch, or changes in place a value that crosses a cut: "
+            "its output for a sample depends on the other samples"
         )
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
-    near, finite = torch.finfo(one.dtype).eps ** 0.5, other[other.isfinite()].abs()
-    return torch.allclose(one, other, rtol=near, atol=near * float(finite.max()) if len(finite) else 0, equal_nan=True)
+def _is_close(values: Tensor, reference: Tensor) -> bool:
+    """Return whether tensors of equal shape agree up to rounding, relative to the largest finite value."""
+    tolerance, finite = torch.finfo(values.dtype).eps ** 0.5, reference[reference.isfinite()].abs()
+    atol = tolerance * float(finite.max()) if len(finite) else 0
+    return torch.allclose(values, reference, rtol=tolerance, atol=atol, equal_nan=True)
 
 
-def _given_by(module: nn.Module, inputs: ModuleInputs, head: Head, features: Tensor, exported: bool) -> bool:
-    """Whether these are the module's own features, and it gives the logits of them.
+def _reproduces_module(head: Head, features: Tensor, module: nn.Module, inputs: ModuleInputs, exported: bool) -> bool:
+    """Return whether `features` and their logits are those of the module.
 
-    PyTorch's attention has a fast path, which differs in the last bits, and which no export has.
+    PyTorch's attention has a fast path that differs in the last bits. An exported graph does not have it.
     """
-    seen: list[Tensor] = []
-    hook = head.last.register_forward_pre_hook(lambda _, *given: seen.extend(iter_tensors(given)), with_kwargs=True)
+    module_features: list[Tensor] = []
+    hook = head.last.register_forward_pre_hook(
+        lambda _, *arguments: module_features.extend(iter_tensors(arguments)), with_kwargs=True
+    )
     try:
-        made = list(iter_tensors(call_with_inputs(module, inputs)))
-        if exported and any(_near(each, features) for each in seen if each.shape == features.shape):
-            with _slow_attention():
-                made += iter_tensors(call_with_inputs(module, inputs))
+        outputs = list(iter_tensors(call_with_inputs(module, inputs)))
+        if exported and any(_is_close(x, features) for x in module_features if x.shape == features.shape):
+            with _disable_attention_fast_path():
+                outputs += iter_tensors(call_with_inputs(module, inputs))
     finally:
         hook.remove()
     logits = head(features)
-    return any(bitwise_equal(each, logits) for each in made) and (
-        not seen or any(bitwise_equal(each, features) for each in seen)
+    return any(bitwise_equal(output, logits) for output in outputs) and (
+        not module_features or any(bitwise_equal(x, features) for x in module_features)
     )
 
 
 @contextmanager
-def _slow_attention() -> Iterator[None]:
-    fast = torch.backends.mha.get_fastpath_enabled()
+def _disable_attention_fast_path() -> Iterator[None]:
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 # -- cuts of about equal cost
 
 
-def _chosen(module: nn.Module, inputs: ModuleInputs, exits: int, classes: int | None) -> tuple[TracedModule, list[str]]:
-    """Cuts after about equal shares of the cost, where little has to be carried."""
+def _choose_cuts(
+    module: nn.Module, inputs: ModuleInputs, exits: int, classes: int | None
+) -> tuple[TracedModule, list[str]]:
+    """Return the graph and the names of submodules after about equal shares of the cost, with few live values."""
     layers = [name for name, part in module.named_modules() if isinstance(part, nn.TransformerEncoderLayer)]
     try:
         traced = trace_module(module, inputs, layers)
@@ -284,47 +320,49 @@ def _chosen(module: nn.Module, inputs: ModuleInputs, exits: int, classes: int | 
         traced = trace_module(module, inputs, ())
     nodes = list(traced.module.graph.nodes)
     end, _ = find_last_layer(module, traced, classes)
-    costs: dict[torch.fx.Node, int] = {}
-    fit: set[torch.fx.Node] = set()
+    costs: dict[fx.Node, int] = {}  # cumulative
+    readable: set[fx.Node] = set()  # outputs that a built-in head can read
 
-    class Counter(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
+    class Counter(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
             with FlopCounterMode(display=False) as counter:
-                made = super().run_node(n)
+                result = super().run_node(n)
             costs[n] = next(reversed(costs.values()), 0) + counter.get_total_flops()
-            if isinstance(made, Tensor) and made.is_floating_point() and 2 <= made.dim() <= 5:
-                fit.add(n)
-            return made
+            if isinstance(result, Tensor) and result.is_floating_point() and 2 <= result.dim() <= 5:
+                readable.add(n)
+            return result
 
-    with _slow_attention():  # whose products can be counted
-        Counter(traced.module).run(*traced.inputs(inputs.with_batch_size(PROBE_BATCH_SIZES[0])))
+    with _disable_attention_fast_path():  # its products are not counted
+        Counter(traced.module).run(*traced.select_inputs(inputs.with_batch_size(PROBE_BATCH_SIZES[0])))
     position = {node: i for i, node in enumerate(nodes)}
     last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
 
-    def live(node: torch.fx.Node) -> int:
-        here = position[node]
-        return sum(position[n] <= here < last_use[n] for n in nodes if n.op not in ("get_attr", "output"))
+    def count_live(cut: fx.Node) -> int:
+        i = position[cut]
+        return sum(position[node] <= i < last_use[node] for node in nodes if node.op not in ("get_attr", "output"))
 
-    names: dict[torch.fx.Node, str] = {}
-    for name, calls in sorted(traced.outputs.items(), key=lambda item: -len(item[0])):  # of one place the shortest
+    names: dict[fx.Node, str] = {}
+    for name, calls in sorted(traced.outputs.items(), key=lambda item: -len(item[0])):  # the shortest name wins
         node = calls[0] if len(calls) == 1 else None
-        if isinstance(node, torch.fx.Node) and node in fit and 0 < costs[node] < costs[end]:
+        if isinstance(node, fx.Node) and node in readable and 0 < costs[node] < costs[end]:
             names[node] = name
-    best: dict[int, tuple[int, torch.fx.Node]] = {}  # by cost: how much is carried there, and where it is least
+    best: dict[int, tuple[int, fx.Node]] = {}  # by cost: the fewest live values, and the last node that has them
     for node in sorted(names, key=position.__getitem__):
-        carried = live(node)
-        if costs[node] not in best or carried <= best[costs[node]][0]:
-            best[costs[node]] = (carried, node)
-    places = sorted(best)
-    if len(places) < exits - 1:
-        raise InputError(f"the module has {len(places)} places to cut at, not the {exits - 1} that {exits} exits take")
+        num_live = count_live(node)
+        if costs[node] not in best or num_live <= best[costs[node]][0]:
+            best[costs[node]] = (num_live, node)
+    candidates = sorted(best)
+    if len(candidates) < exits - 1:
+        raise InputError(
+            f"`exits` is {exits}, which needs {exits - 1} cuts, but the module can be cut at {len(candidates)} places"
+        )
     chosen: list[str] = []
     start = 0
     for j in range(1, exits):
-        found = min(
-            range(start, len(places) - (exits - 1 - j)),
-            key=lambda i: abs(places[i] / costs[end] - j / exits) + 0.05 * (best[places[i]][0] - 1),
+        index = min(
+            range(start, len(candidates) - (exits - 1 - j)),
+            key=lambda i: abs(candidates[i] / costs[end] - j / exits) + 0.05 * (best[candidates[i]][0] - 1),
         )
-        chosen.append(names[best[places[found]][1]])
-        start = found + 1
+        chosen.append(names[best[candidates[index]][1]])
+        start = index + 1
     return traced, chosen

@@ -1,14 +1,14 @@
-"""Cuts a plain module into stages at the outputs of some of its submodules.
+"""Cut a module into stages after some of its submodules.
 
-A stage is the part of the module's graph between two cuts, in its own order, so that operations in place do what they
-did. Whatever is computed before a cut and used after it is carried across: what belongs to samples, which running two
-batches of different sizes tells, goes first by sample and can be compacted; the rest goes along as it is.
+A stage is the part of the module's graph between two cuts, in its original order, so that in-place operations keep
+their effect. Live values, which are computed before a cut and used after it, are part of the stage state. Two batches
+of different sizes show which of them belong to samples: these have samples along their first dimension and can be
+compacted; the other values are passed on unchanged.
 """
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as trees
 
+from exitwise.core.checks import suggest
 from exitwise.core.errors import InputError, first_line
 from exitwise.models.attach.graph import BUILD_STAGES_HINT, PROBE_BATCH_SIZES, ModuleInputs, TracedModule
 from exitwise.models.attach.stages import (
@@ -32,7 +33,7 @@ from exitwise.models.attach.stages import (
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A place behind which a stage ends: the name of a submodule, and the node of its output."""
+    """End of a stage: the name of a submodule, and the node of its output."""
 
     name: str
     node: fx.Node
@@ -40,115 +41,121 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class HeadInput:
-    """What a head gets at a cut."""
+    """Input of the head at a cut."""
 
-    name: str  # of the submodule
-    pick: SelectValue | None  # out of the stage's state, where that has more
-    features: Tensor  # of two samples
-    channels: int  # the dimension that they are in, as far as one can see
+    name: str  # name of the submodule before the cut
+    select: SelectValue | None  # takes the head's input out of a state of several values
+    features: Tensor  # the submodule's output for two samples
+    channels: int  # dimension of the channels, a guess
 
 
 @dataclass(frozen=True, eq=False)
 class CutModule:
-    """A module in stages, what heads read at each cut, and the module's own last layer."""
+    """A module as stages, the inputs of the heads at its cuts, and its last layer."""
 
     stages: tuple[nn.Module, ...]
-    reads: tuple[HeadInput, ...]
+    head_inputs: tuple[HeadInput, ...]
     last: nn.Linear
 
 
 def cut_module(
     module: nn.Module, traced: TracedModule, at: Sequence[str], inputs: ModuleInputs, classes: int | None
 ) -> CutModule:
-    """Stages that end behind the submodules `at`, and one more up to the features of the module's own last layer."""
+    """Cut a module into stages that end after the submodules `at`, and one up to the features of its last layer."""
     graph = traced.module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
-    cuts = _ordered([_cut_of(module, traced, name) for name in at], position)
+    cuts = _sort_cuts([_find_cut(module, traced, name) for name in at], position)
     features, last = find_last_layer(module, traced, classes)
     if position[cuts[-1].node] >= position[features]:
-        raise InputError(f"`at` names {cuts[-1].name!r}, behind which there is only the last layer: nothing to cut off")
-    bounds = [*(position[each.node] for each in cuts), position[features]]
+        raise InputError(
+            f"`at` names {cuts[-1].name!r}, but only the last layer follows it: there is nothing to cut off"
+        )
+    bounds = [*(position[cut.node] for cut in cuts), position[features]]
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output") and position[node] <= bounds[-1]]
     stage_of = {node: next(j for j, bound in enumerate(bounds) if position[node] <= bound) for node in body}
-    _check_shared(traced, stage_of, last, cuts)
-    crossing = [_live_nodes(graph, stage_of, j, each.node) for j, each in enumerate(cuts)]
+    _check_weights_unshared(traced, stage_of, last, cuts)
+    live = [_live_nodes(graph, stage_of, j, cut.node) for j, cut in enumerate(cuts)]
     two, three = (
-        _values(traced, inputs.with_batch_size(size), {features, *chain(*crossing)}) for size in PROBE_BATCH_SIZES
+        _record_values(traced, inputs.with_batch_size(size), {features, *chain(*live)}) for size in PROBE_BATCH_SIZES
     )
-    _check_rows(two[features], three[features], last)
-    states = [
-        StateLayout({node.name: infer_kinds(node.name, two[node], three[node]) for node in nodes}) for nodes in crossing
+    _check_one_row_per_sample(two[features], three[features], last)
+    layouts = [
+        StateLayout({node.name: infer_kinds(node.name, two[node], three[node]) for node in nodes}) for nodes in live
     ]
     stages: list[nn.Module] = []
-    for j, outputs in enumerate([*states, StateLayout({features.name: PerSample(0)})]):
+    for j, outputs in enumerate([*layouts, StateLayout({features.name: PerSample(0)})]):
         nodes = [node for node in body if stage_of[node] == j]
-        piece = _piece(module, traced, nodes, states[j - 1] if j else None, outputs)
-        stages.append(LaterStage(piece, states[j - 1], outputs) if j else FirstStage(piece, traced.names, outputs))
-    reads = [_read(traced, each, state, two[each.node]) for each, state in zip(cuts, states, strict=True)]
-    return CutModule(tuple(stages), tuple(reads), last)
+        subgraph = _extract_subgraph(module, traced, nodes, layouts[j - 1] if j else None, outputs)
+        stages.append(
+            LaterStage(subgraph, layouts[j - 1], outputs) if j else FirstStage(subgraph, traced.names, outputs)
+        )
+    head_inputs = [_head_input(traced, cut, layout, two[cut.node]) for cut, layout in zip(cuts, layouts, strict=True)]
+    return CutModule(tuple(stages), tuple(head_inputs), last)
 
 
-def _cut_of(module: nn.Module, traced: TracedModule, name: str) -> Cut:
-    known = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
-    if name not in known:
-        near = get_close_matches(name, known, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise InputError(f"`at` must name submodules, but there is no {name!r}{hint}")
-    first = next(path for path, part in module.named_modules() if part is known[name])
-    calls = traced.outputs.get(first, ())
+def _find_cut(module: nn.Module, traced: TracedModule, name: str) -> Cut:
+    """Return the cut after a submodule, which must be called once and give a tensor."""
+    submodules = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
+    if name not in submodules:
+        hint = suggest(name, submodules, "`module.named_modules()` lists the names")
+        raise InputError(f"`at` must name submodules, but there is no {name!r}; {hint}")
+    first_path = next(path for path, part in module.named_modules() if part is submodules[name])
+    calls = traced.outputs.get(first_path, ())
     if not calls:
         raise InputError(f"`at` names {name!r}, which the module's forward never calls")
     if len(calls) > 1:
-        raise InputError(f"`at` names {name!r}, which runs {len(calls)} times: a cut must be passed once")
-    made = calls[0]
-    if isinstance(made, list | tuple) and made:
-        made = made[0]  # attention layers give their weights, too
-    if not isinstance(made, fx.Node) or made.op == "placeholder":
-        kind = "what the module gets" if isinstance(made, fx.Node) else f"a {type(made).__name__}, not a tensor"
+        raise InputError(f"`at` names {name!r}, which runs {len(calls)} times: a submodule before a cut must run once")
+    output = calls[0]
+    if isinstance(output, list | tuple) and output:
+        output = output[0]  # attention layers also return their weights
+    if not isinstance(output, fx.Node) or output.op == "placeholder":
+        kind = "the module's input" if isinstance(output, fx.Node) else f"a {type(output).__name__}, not a tensor"
         raise InputError(f"`at` names {name!r}, whose output is {kind}")
-    return Cut(name, made)
+    return Cut(name, output)
 
 
-def _ordered(cuts: Sequence[Cut], position: Mapping[fx.Node, int]) -> list[Cut]:
-    ordered = sorted(cuts, key=lambda each: position[each.node])
-    for one, other in pairwise(ordered):
-        if one.node is other.node:
-            raise InputError(f"`at` names {one.name!r} and {other.name!r}, which end at the same place")
-    return ordered
+def _sort_cuts(cuts: Sequence[Cut], position: Mapping[fx.Node, int]) -> list[Cut]:
+    """Return the cuts in the order of the graph."""
+    cuts = sorted(cuts, key=lambda cut: position[cut.node])
+    for first, second in pairwise(cuts):
+        if first.node is second.node:
+            raise InputError(f"`at` names {first.name!r} and {second.name!r}, which have the same output")
+    return cuts
 
 
 def find_last_layer(module: nn.Module, traced: TracedModule, classes: int | None) -> tuple[fx.Node, nn.Linear]:
-    """The linear layer whose output the module gives, and the node of the features that it gets."""
+    """Return the node of the features that the last layer reads, and the layer, whose output the module returns."""
     output = next(node for node in traced.module.graph.nodes if node.op == "output")
-    given = [node for node in trees.tree_flatten(output.args[0])[0] if isinstance(node, fx.Node)]
-    given = [n for node in given for n in (node.all_input_nodes if isinstance(node.target, type) else [node])]
-    found = [(node, layer) for node in given if (layer := _linear(module, node)) is not None]
-    if not found:
-        ends = ", ".join(sorted({_words(module, node) for node in given})) or "nothing that is computed"
+    returned = [node for node in trees.tree_flatten(output.args[0])[0] if isinstance(node, fx.Node)]
+    # fx records a returned dataclass as a call of its class.
+    returned = [n for node in returned for n in (node.all_input_nodes if isinstance(node.target, type) else [node])]
+    candidates = [(node, layer) for node in returned if (layer := _find_linear(module, node)) is not None]
+    if not candidates:
+        ends = ", ".join(sorted({_describe_node(module, node) for node in returned})) or "no computed value"
         raise InputError(
             f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: multi-label nets, "
-            f"regressions, detectors and nets that give probabilities cannot be taken as they are"
+            f"regressions, detectors and nets that return probabilities must be changed first"
         )
-    sizes = [layer.out_features for _, layer in found]
-    fitting = [pair for pair in found if classes is None or pair[1].out_features == classes]
+    sizes = [layer.out_features for _, layer in candidates]
+    fitting = [pair for pair in candidates if classes is None or pair[1].out_features == classes]
     if not fitting:
         raise InputError(f"`num_classes` is {classes}, but the module's last layer has {' and '.join(map(str, sizes))}")
     if len(fitting) > 1:
-        hint = "say `num_classes`" if len(set(sizes)) == len(sizes) else "it must give the logits of one"
-        raise InputError(f"the module gives what {len(found)} linear layers make, of {sizes} classes: {hint}")
+        hint = "pass `num_classes`" if len(set(sizes)) == len(sizes) else "it must return only one of them"
+        raise InputError(f"the module returns the outputs of {len(candidates)} linear layers, {sizes} classes: {hint}")
     end, layer = fitting[0]
     if layer.out_features < 2:
         raise InputError(
-            "the module's last layer has one output, so it is a regression: classes are needed, at least two"
+            "the module's last layer must have at least two classes, but has one output, as in a regression"
         )
     features = end.args[0] if end.args else end.kwargs["input"]
     if not isinstance(features, fx.Node):
-        raise InputError("the module's last layer gets nothing that is computed")
+        raise InputError("the module's last layer must read computed features, but reads a constant")
     return features, layer
 
 
-def _linear(module: nn.Module, node: fx.Node) -> nn.Linear | None:
-    """The layer that a node is the output of."""
+def _find_linear(module: nn.Module, node: fx.Node) -> nn.Linear | None:
+    """Return the linear layer whose output a node is, or None."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         return layer if isinstance(layer, nn.Linear) else None
@@ -161,52 +168,55 @@ def _linear(module: nn.Module, node: fx.Node) -> nn.Linear | None:
     return layer if isinstance(layer, nn.Linear) else None
 
 
-def _words(module: nn.Module, node: fx.Node) -> str:
+def _describe_node(module: nn.Module, node: fx.Node) -> str:
     if node.op == "call_module":
         return f"a {type(module.get_submodule(str(node.target))).__name__}"
     return str(getattr(node.target, "__name__", node.target))
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and keeps what some nodes gave, as it was then: later operations may work in place."""
+    """Interpreter that records copies of some nodes' values, as later operations may change them in place."""
 
-    def __init__(self, module: fx.GraphModule, wanted: Collection[fx.Node]) -> None:
+    def __init__(self, module: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
         super().__init__(module)
         self.values: dict[fx.Node, Any] = {}
-        self._wanted = wanted
+        self._nodes = nodes
 
     def run_node(self, n: fx.Node) -> Any:
-        made = super().run_node(n)
-        if n in self._wanted:
-            self.values[n] = trees.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, made)
-        return made
+        result = super().run_node(n)
+        if n in self._nodes:
+            self.values[n] = trees.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, result)
+        return result
 
 
-def _values(traced: TracedModule, inputs: ModuleInputs, wanted: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
-    recorder = _Recorder(traced.module, wanted)
+def _record_values(traced: TracedModule, inputs: ModuleInputs, nodes: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
+    """Run the graph and return the values of some nodes."""
+    recorder = _Recorder(traced.module, nodes)
     try:
-        recorder.run(*traced.inputs(inputs))
+        recorder.run(*traced.select_inputs(inputs))
     except Exception as error:
         size = len(inputs.tensors[0])
         raise InputError(
-            f"what was traced cannot run on a batch of {size}: {first_line(error)}; {BUILD_STAGES_HINT}"
+            f"the traced graph cannot run on a batch of {size}: {first_line(error)}; {BUILD_STAGES_HINT}"
         ) from None
     return recorder.values
 
 
-def _check_rows(two: Tensor, three: Tensor, last: nn.Linear) -> None:
-    """The last layer gets one row of features for each sample."""
+def _check_one_row_per_sample(two: Tensor, three: Tensor, last: nn.Linear) -> None:
+    """Raise `InputError` unless the last layer reads one row of features per sample."""
     if [tuple(rows.shape) for rows in (two, three)] != [(size, last.in_features) for size in PROBE_BATCH_SIZES]:
         raise InputError(
             f"the last layer (nn.Linear of {last.in_features} features) must get one row of features per sample, "
             f"but gets {tuple(two.shape)} for {PROBE_BATCH_SIZES[0]} samples: "
-            f"samples must come first, and tokens be pooled"
+            f"the first dimension must be the samples, and tokens must be pooled"
         )
 
 
-def _check_shared(traced: TracedModule, stage_of: Mapping[fx.Node, int], last: nn.Linear, cuts: Sequence[Cut]) -> None:
-    """Refuse weights that two stages use: they would be two sets of weights when loaded again."""
-    used = {id(weight): len(cuts) for weight in last.parameters()}
+def _check_weights_unshared(
+    traced: TracedModule, stage_of: Mapping[fx.Node, int], last: nn.Linear, cuts: Sequence[Cut]
+) -> None:
+    """Raise `InputError` if two stages share weights: loading a checkpoint would make them two sets of weights."""
+    first_stage = {id(weight): len(cuts) for weight in last.parameters()}
     for node, stage in stage_of.items():
         if node.op == "call_module":
             part = traced.module.get_submodule(str(node.target))
@@ -218,98 +228,116 @@ def _check_shared(traced: TracedModule, stage_of: Mapping[fx.Node, int], last: n
         else:
             continue
         for name, weight in weights:
-            both = {*stages, used.setdefault(id(weight), min(stages, default=stage))}
-            if len(both) > 1:
-                where = cuts[min(both)].name
+            users = {*stages, first_stage.setdefault(id(weight), min(stages, default=stage))}
+            if len(users) > 1:
+                cut = cuts[min(users)].name
                 raise InputError(
-                    f"{name} is used on both sides of the cut behind {where!r}: cut elsewhere, or {BUILD_STAGES_HINT}"
+                    f"{name} is used on both sides of the cut after {cut!r}: cut elsewhere, or {BUILD_STAGES_HINT}"
                 )
 
 
 def _live_nodes(graph: fx.Graph, stage_of: Mapping[fx.Node, int], j: int, end: fx.Node) -> list[fx.Node]:
-    """What crosses cut j: what is computed up to it and used behind it, and what its head reads."""
-    found = []
+    """Return the nodes that are live at cut j: computed before and used after it, and `end`, which its head reads."""
+    live = []
     for node in graph.nodes:
-        before = node.op == "placeholder" or stage_of.get(node, j + 1) <= j
-        later = any(stage_of.get(user, -1) > j for user in node.users)
-        if node.op not in ("output", "get_attr") and before and (later or node is end):
-            found.append(node)
-    return found
+        is_before = node.op == "placeholder" or stage_of.get(node, j + 1) <= j
+        is_used_after = any(stage_of.get(user, -1) > j for user in node.users)
+        if node.op not in ("output", "get_attr") and is_before and (is_used_after or node is end):
+            live.append(node)
+    return live
 
 
-def _piece(
+def _extract_subgraph(
     module: nn.Module, traced: TracedModule, nodes: Sequence[fx.Node], inputs: StateLayout | None, outputs: StateLayout
 ) -> Subgraph:
-    """Some nodes of the graph as a graph of their own, with the same modules, all of them at hand: paths take time."""
-    whole = traced.module.graph
-    by_name = {node.name: node for node in whole.nodes}
-    taken = [node.name for node in whole.nodes if node.op == "placeholder"] if inputs is None else inputs.kinds
-    graph = fx.Graph()
-    made = {by_name[name]: graph.placeholder(name) for name in taken}
-    parts: dict[str, Any] = {}
-    passing: list[str] = []  # buffers that no file holds
-    kept = module.state_dict()
+    """Copy some nodes into a graph of their own that shares the module's layers.
 
-    def copied(node: fx.Node) -> fx.Node:
-        made[node] = graph.node_copy(node, known)
+    The layers become direct attributes of the subgraph, because resolving nested paths takes time.
+    """
+    full_graph = traced.module.graph
+    by_name = {node.name: node for node in full_graph.nodes}
+    input_names = (
+        [node.name for node in full_graph.nodes if node.op == "placeholder"] if inputs is None else inputs.kinds
+    )
+    graph = fx.Graph()
+    copies = {by_name[name]: graph.placeholder(name) for name in input_names}
+    parts: dict[str, Any] = {}
+    non_persistent: list[str] = []  # buffers that are not in the state dict
+    persistent = module.state_dict()
+
+    def copy_node(node: fx.Node) -> fx.Node:
+        copies[node] = graph.node_copy(node, get_copy)
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
             part, name = operator.attrgetter(path)(traced.module), path.replace(".", "_")
             while name == "macs" or hasattr(Subgraph, name) or parts.get(name, part) is not part:
                 name += "_"
-            parts[name], made[node].target = part, name
-            if path not in kept and isinstance(part, Tensor):
-                passing.append(name)
-        return made[node]
+            parts[name], copies[node].target = part, name
+            if path not in persistent and isinstance(part, Tensor):
+                non_persistent.append(name)
+        return copies[node]
 
-    def known(node: fx.Node) -> fx.Node:
-        return made[node] if node in made or node.op != "get_attr" else copied(node)
+    def get_copy(node: fx.Node) -> fx.Node:
+        return copies[node] if node in copies or node.op != "get_attr" else copy_node(node)
 
     for node in nodes:
-        if node.op != "get_attr":  # weights and constants come where they are used
-            copied(node)
-    graph.output(tuple(known(by_name[name]) for name in outputs.kinds))
-    piece = Subgraph(parts, graph)
-    for name in passing:
-        piece.register_buffer(name, parts[name], persistent=False)
-    return piece
+        if node.op != "get_attr":  # weights and constants are copied where they are used
+            copy_node(node)
+    graph.output(tuple(get_copy(by_name[name]) for name in outputs.kinds))
+    subgraph = Subgraph(parts, graph)
+    for name in non_persistent:
+        subgraph.register_buffer(name, parts[name], persistent=False)
+    return subgraph
 
 
-def _read(traced: TracedModule, each: Cut, state: StateLayout, value: Any) -> HeadInput:
-    """What the head at a cut gets: samples first."""
-    kind, part = state.kinds[each.node.name], None
+def _head_input(traced: TracedModule, cut: Cut, layout: StateLayout, value: Any) -> HeadInput:
+    """Return the input of the head at a cut, samples first; `value` is the submodule's output for two samples."""
+    kind, part = layout.kinds[cut.node.name], None
     if isinstance(kind, list) and kind:
         kind, value, part = kind[0], value[0], 0
     if not isinstance(kind, PerSample) or kind.rows_per_sample > 1:
-        found = (
+        problem = (
             f"{kind.rows_per_sample} rows for each sample"
             if isinstance(kind, PerSample)
             else "the same for all samples"
             if isinstance(kind, Shared)
             else f"a {type(value).__name__}, not a tensor"
         )
-        raise InputError(f"`at` names {each.name!r}, whose output is {found}: cut elsewhere, or {BUILD_STAGES_HINT}")
-    pick = None if state.single else SelectValue(each.node.name, part)
+        raise InputError(f"`at` names {cut.name!r}, whose output is {problem}: cut elsewhere, or {BUILD_STAGES_HINT}")
+    select = None if layout.single else SelectValue(cut.node.name, part)
     features = kind.pack(value)
-    return HeadInput(each.name, pick, features, _channels(traced, each.node, features.dim()))
+    return HeadInput(cut.name, select, features, _guess_channel_dim(traced, cut.node, features.dim()))
 
 
 _CHANNELS_FIRST = ("conv", "batchnorm", "batch_norm", "groupnorm", "group_norm", "pool")
 _CHANNELS_LAST = ("linear", "layernorm", "layer_norm", "embedding", "transformer", "attention", "gru", "lstm", "rnn")
-_PASSED = {"relu", "leakyrelu", "elu", "gelu", "silu", "hardswish", "tanh", "dropout", "identity", "add", "iadd", "mul"}
+_LAYOUT_PRESERVING = {
+    "relu",
+    "leakyrelu",
+    "elu",
+    "gelu",
+    "silu",
+    "hardswish",
+    "tanh",
+    "dropout",
+    "identity",
+    "add",
+    "iadd",
+    "mul",
+}
 
 
-def _channels(traced: TracedModule, node: Any, dims: int) -> int:
-    """Where features have their channels: as the layer has them that made them, or as is usual."""
+def _guess_channel_dim(traced: TracedModule, node: Any, dims: int) -> int:
+    """Guess the channel dimension of features from the layer that computed them, or from their number of dimensions."""
     while isinstance(node, fx.Node) and node.op in ("call_module", "call_function", "call_method"):
         target = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
         name = type(target).__name__ if isinstance(target, nn.Module) else str(getattr(target, "__name__", target))
-        word = name.lower().partition(".")[0].strip("_")
-        if any(part in word for part in _CHANNELS_FIRST):
+        operation = name.lower().partition(".")[0].strip("_")
+        if any(part in operation for part in _CHANNELS_FIRST):
             return 1
-        if any(part in word for part in _CHANNELS_LAST):
+        if any(part in operation for part in _CHANNELS_LAST):
             return -1
-        if word not in _PASSED or not node.args:
+        if operation not in _LAYOUT_PRESERVING or not node.args:
             break
         node = node.args[0]
     return 1 if dims > 3 else -1

@@ -1,4 +1,4 @@
-"""A module's forward as a graph: by symbolic tracing or, where that cannot follow it, by torch.export."""
+"""Graph of a module's forward, from symbolic tracing or, if that fails, from torch.export."""
 
 import inspect
 import io
@@ -16,24 +16,26 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as trees
 
-from exitwise.core.errors import InputError, first_line
+from exitwise.core.errors import InputError, first_line, net_input_errors
+from exitwise.core.nested import describe
 
-PROBE_BATCH_SIZES = (2, 3)  # of the two batches that tell what belongs to samples
+PROBE_BATCH_SIZES = (2, 3)  # two sizes: dimensions that differ between them belong to samples
 BUILD_STAGES_HINT = "build the stages by hand: exitwise.MultiExitNet(stages, heads)"
 
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """What a module is called with: one tensor, several in a row, or several by name; with constants among them."""
+    """Arguments of a module's forward, positional or by name: tensors, and constants among them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, given: Any) -> "ModuleInputs":
-        if isinstance(given, Mapping):
-            return cls((), dict(given))
-        return cls(tuple(given) if isinstance(given, list | tuple) else (given,), {})
+    def of(cls, inputs: Any) -> "ModuleInputs":
+        """Return the arguments for a tensor, a list or tuple (positional) or a mapping (by name)."""
+        if isinstance(inputs, Mapping):
+            return cls((), dict(inputs))
+        return cls(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {})
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -41,69 +43,69 @@ class ModuleInputs:
 
     @property
     def as_given(self) -> Any:
-        """As it was given."""
+        """The argument of `of`: one value, a tuple or a dict."""
         return dict(self.kwargs) or (self.args[0] if len(self.args) == 1 else self.args)
 
-    def named(self, module: nn.Module) -> dict[str, Any]:
-        """By the names that the module's forward has for them."""
-        known = inspect.signature(module.forward).parameters.values()
-        names = [each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    def by_parameter(self, module: nn.Module) -> dict[str, Any]:
+        """Return all values by the names of the parameters of the module's forward."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         names += [f"input_{i}" for i in range(len(names), len(self.args))]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def with_batch_size(self, size: int) -> "ModuleInputs":
-        """So many samples of the same kind, no two alike: what a batch shares can be told from what samples have."""
+        """Return inputs with `size` distinct samples, so that shared values differ from values per sample."""
         rng = torch.Generator().manual_seed(0)
 
-        def rows(value: Any) -> Any:
+        def resize(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             if len(value) >= size:
                 return value[:size]
             first = value[0].flatten()
-            places = [_places(len(first), value.is_floating_point(), rng) for _ in range(size - len(value))]
-            return torch.cat([value, *(first[each.to(first.device)].view_as(value[:1]) for each in places)])
+            indices = [_draw_indices(len(first), value.is_floating_point(), rng) for _ in range(size - len(value))]
+            return torch.cat([value, *(first[index.to(first.device)].view_as(value[:1]) for index in indices)])
 
-        return ModuleInputs(tuple(map(rows, self.args)), {name: rows(value) for name, value in self.kwargs.items()})
+        return ModuleInputs(tuple(map(resize, self.args)), {name: resize(value) for name, value in self.kwargs.items()})
 
 
-def _places(length: int, free: bool, rng: torch.Generator) -> Tensor:
-    """From where a sample has its values: some twice, where they are free, so that its mean is another; or all once."""
-    if free:
+def _draw_indices(length: int, replace: bool, rng: torch.Generator) -> Tensor:
+    """Draw indices (length,) that build a new sample from an existing one.
+
+    They are drawn with replacement for floats, which gives the sample another mean, and are a permutation otherwise.
+    """
+    if replace:
         return torch.randint(length, (length,), generator=rng, device="cpu")
     return torch.randperm(length, generator=rng, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class TracedModule:
-    """A module as a graph, and what each of its submodules gave, call by call."""
+    """Graph of a module, and the outputs of each submodule, one per call."""
 
     module: fx.GraphModule
     outputs: Mapping[str, Sequence[Any]]
-    names: tuple[str, ...]  # of the inputs that are tensors
-    exported: bool = False  # in PyTorch's basic operations, not in the module's own layers
+    names: tuple[str, ...]  # names of the inputs that are tensors
+    exported: bool = False  # whether the graph consists of PyTorch's basic operations instead of the module's layers
 
-    def inputs(self, given: ModuleInputs) -> list[Tensor]:
-        """What the graph takes."""
-        return [given.kwargs[name] for name in self.names] if given.kwargs else given.tensors
+    def select_inputs(self, inputs: ModuleInputs) -> list[Tensor]:
+        """Return the tensors that the graph takes, in its order."""
+        return [inputs.kwargs[name] for name in self.names] if inputs.kwargs else inputs.tensors
 
 
 def call_with_inputs(module: nn.Module, inputs: ModuleInputs) -> Any:
-    """What the module gives, or why it cannot."""
-    try:
+    """Return the module's output; raise `InputError` if its forward raises anything."""
+    with net_input_errors(", ".join(map(describe, inputs.tensors)), "the module", (Exception,)):
         return module(*inputs.args, **inputs.kwargs)
-    except Exception as error:
-        kinds = [f"{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for v in inputs.tensors]
-        raise InputError(f"the module cannot take inputs of {', '.join(kinds)}: {first_line(error)}") from None
 
 
 def run_graph(graph: fx.GraphModule, values: Sequence[Any]) -> Any:
-    """What a graph gives; without the report that it would print of an error before raising it."""
+    """Run a graph without the report that a GraphModule prints before it raises an error."""
     return nn.Module.__call__(graph, *values)
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of what a module gives: alone, or in lists, tuples, dicts and dataclasses."""
+    """Yield the tensors of a module's output: a tensor, or nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
@@ -113,112 +115,118 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
             yield from iter_tensors(part)
 
 
-def bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    """Equal bit for bit, numbers that are none at the same places."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have equal values, NaN at the same positions."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def trace_module(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
-    """The graph of a module's forward, by the first way that can follow it."""
+    """Return the graph of a module's forward: traced symbolically if that reproduces its outputs, or else exported.
+
+    Symbolic tracing enters PyTorch's modules that contain one of the submodules `at`.
+    """
     two = inputs.with_batch_size(PROBE_BATCH_SIZES[0])
-    made = list(iter_tensors(call_with_inputs(module, two)))
+    expected = list(iter_tensors(call_with_inputs(module, two)))
     try:
         with _restoring_attributes(module):
-            traced = _symbolic(module, inputs, at)
-        again = list(iter_tensors(run_graph(traced.module, traced.inputs(two))))
-        if any(tensor.is_meta for tensor in made) or (len(made) == len(again) and all(map(bitwise_equal, made, again))):
+            traced = _trace_symbolically(module, inputs, at)
+        outputs = list(iter_tensors(run_graph(traced.module, traced.select_inputs(two))))
+        if any(tensor.is_meta for tensor in expected):  # without values to compare
             return traced
-        first = "something that it does not see"
+        if len(outputs) == len(expected) and all(map(bitwise_equal, outputs, expected)):
+            return traced
+        tracing_failure = "an operation that it cannot record"
     except InputError:
         raise
     except Exception as error:
-        first = _reason(error)
+        tracing_failure = _describe_failure(error)
     try:
         with _restoring_attributes(module):
-            return _exported(module, two)
+            return _export_module(module, two)
     except Exception as error:
-        second = first_line(error)
+        export_failure = first_line(error)
     raise InputError(
-        f"the module's forward cannot be cut: symbolic tracing stopped at {first}, and torch.export says: {second}; "
-        f"{BUILD_STAGES_HINT}"
+        f"the module's forward cannot be cut: symbolic tracing stopped at {tracing_failure}, "
+        f"and torch.export failed with: {export_failure}; {BUILD_STAGES_HINT}"
     )
 
 
 @contextmanager
 def _restoring_attributes(module: nn.Module) -> Iterator[None]:
-    """Put back what a forward keeps in its modules: while it is traced, that would be symbols."""
-    own = [vars(part) for part in module.modules()]
-    kept = [(each, each.copy()) for each in (*own, *(v for o in own for v in o.values() if isinstance(v, dict | list)))]
+    """Restore the attributes of all submodules: a forward that stores values in them would store symbols."""
+    attributes = [vars(part) for part in module.modules()]
+    nested = [value for part in attributes for value in part.values() if isinstance(value, dict | list)]
+    saved = [(container, container.copy()) for container in (*attributes, *nested)]
     try:
         yield
     finally:
-        for each, before in kept:
-            each.clear()
-            each.update(before) if isinstance(each, dict) else each.extend(before)
+        for container, before in saved:
+            container.clear()
+            container.update(before) if isinstance(container, dict) else container.extend(before)
 
 
-class _Proxy(fx.Proxy):
-    """A symbol that changes in place where the value would."""
+class _InPlaceProxy(fx.Proxy):
+    """Symbol that records in-place operations as such."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
 
-def _in_place(operation: Any) -> Any:
+def _make_in_place_method(operation: Any) -> Any:
     return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
-    setattr(_Proxy, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
+    setattr(_InPlaceProxy, f"__i{_name}__", _make_in_place_method(getattr(operator, f"i{_name}")))
 
 
 class _Tracer(fx.Tracer):
-    """Follows the forward into every module that is not PyTorch's own, and notes what each gives."""
+    """Tracer that enters every module that is not PyTorch's own, and records the outputs of all of them."""
 
     proxy_buffer_attributes = True
 
-    def __init__(self, inputs: ModuleInputs, inside: Sequence[str]) -> None:
+    def __init__(self, inputs: ModuleInputs, at: Sequence[str]) -> None:
         super().__init__()
         self.outputs: dict[str, list[Any]] = {}
-        self._inputs, self._inside = inputs, inside
+        self._inputs, self._at = inputs, at
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        named = {
+        values = {
             name: self.create_proxy("placeholder", name, (), {}) if isinstance(value, Tensor) else value
-            for name, value in self._inputs.named(self.root).items()
+            for name, value in self._inputs.by_parameter(self.root).items()
         }
-        in_a_row = list(named.values())[: len(self._inputs.args)]
-        by_name = {name: named[name] for name in self._inputs.kwargs}
-        return (lambda: root_fn(self.root, *in_a_row, **by_name)), []
+        args = list(values.values())[: len(self._inputs.args)]
+        kwargs = {name: values[name] for name in self._inputs.kwargs}
+        return (lambda: root_fn(self.root, *args, **kwargs)), []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return _InPlaceProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) and not self._entered(module_qualified_name)
+        return super().is_leaf_module(m, module_qualified_name) and not self._contains_cut(module_qualified_name)
 
-    def _entered(self, path: str) -> bool:
-        return any(name.startswith(f"{path}.") for name in self._inside)
+    def _contains_cut(self, path: str) -> bool:
+        return any(name.startswith(f"{path}.") for name in self._at)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         path = self.path_of_module(m)
-        if isinstance(m, nn.TransformerEncoder) and self._entered(path):
-            forward = _layer_by_layer(m)
-        made = super().call_module(m, forward, args, kwargs)
-        self.outputs.setdefault(path, []).append(trees.tree_map(_node, made))
-        return made
+        if isinstance(m, nn.TransformerEncoder) and self._contains_cut(path):
+            forward = _make_traceable_forward(m)
+        output = super().call_module(m, forward, args, kwargs)
+        self.outputs.setdefault(path, []).append(trees.tree_map(_to_node, output))
+        return output
 
 
-def _layer_by_layer(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
-    """An encoder's forward where it need not look into a mask, which no symbol could show."""
+def _make_traceable_forward(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
+    """Return an encoder's forward without branches on the values of a mask, which symbols do not have."""
 
     def forward(src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None) -> Any:
         if mask is not None and is_causal is None:
-            raise InputError("nn.TransformerEncoder can be cut inside only if `is_causal` tells it what its mask is")
+            raise InputError("nn.TransformerEncoder can be cut inside only if `is_causal` is passed with its mask")
         if src_key_padding_mask is not None and encoder.use_nested_tensor:
-            raise InputError("nn.TransformerEncoder can be cut inside only if made with enable_nested_tensor=False")
+            raise InputError("nn.TransformerEncoder can be cut inside only if built with enable_nested_tensor=False")
         masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         for layer in encoder.layers:
             src = layer(src, **masks)
@@ -227,55 +235,55 @@ def _layer_by_layer(encoder: nn.TransformerEncoder) -> Callable[..., Any]:
     return forward
 
 
-def _node(value: Any) -> Any:
+def _to_node(value: Any) -> Any:
     return value.node if isinstance(value, fx.Proxy) else value
 
 
-def _symbolic(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
+def _trace_symbolically(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     tracer = _Tracer(inputs, at)
     graph = tracer.trace(module)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return TracedModule(fx.GraphModule(module, graph), tracer.outputs, names)
 
 
-def _exported(module: nn.Module, two: ModuleInputs) -> TracedModule:
-    """By torch.export, with a batch of any size."""
+def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
+    """Return the graph of torch.export, for batches of any size."""
     batch = torch.export.Dim("batch", min=1)
     bound = inspect.signature(module.forward).bind(*two.args, **two.kwargs)
     shapes = trees.tree_map(lambda value: {0: batch} if isinstance(value, Tensor) else None, dict(bound.arguments))
-    parts = tuple(name for name, _ in module.named_modules() if name)
-    with _quiet():
+    submodules = tuple(name for name, _ in module.named_modules() if name)
+    with _silence_output():
         program = torch.export.export(
             module,
             two.args,
             dict(two.kwargs),
             dynamic_shapes=shapes,
             strict=False,
-            preserve_module_call_signature=parts,
+            preserve_module_call_signature=submodules,
         )
-        made = program.module()
-    graph = made.graph
+        graph_module = program.module()
+    graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())
     nodes = {node.name: node for node in graph.nodes}
     outputs: dict[str, list[Any]] = {}
     for entry in program.module_call_graph:
         if entry.fqn and entry.signature is not None:
-            given = [nodes.get(getattr(each, "name", "")) for each in entry.signature.outputs]
-            whole = trees.tree_unflatten(given, entry.signature.out_spec)
-            outputs.setdefault(entry.fqn.partition("@")[0], []).append(whole)
-    _free(graph, (*two.args, *two.kwargs.values()))
+            output_nodes = [nodes.get(getattr(output, "name", "")) for output in entry.signature.outputs]
+            nested_nodes = trees.tree_unflatten(output_nodes, entry.signature.out_spec)
+            outputs.setdefault(entry.fqn.partition("@")[0], []).append(nested_nodes)
+    _generalize_graph(graph, (*two.args, *two.kwargs.values()))
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return TracedModule(made, outputs, names, exported=True)
+    return TracedModule(graph_module, outputs, names, exported=True)
 
 
-def _free(graph: fx.Graph, given: Sequence[Any]) -> None:
-    """A graph without checks of what comes in, for tensors alone, and for the device that they are on."""
+def _generalize_graph(graph: fx.Graph, values: Sequence[Any]) -> None:
+    """Remove input checks and inputs that are not tensors, and replace fixed devices by that of the inputs."""
     checks = (torch.ops.aten._assert_tensor_metadata.default,)
     for node in list(graph.nodes):
         if not node.users and (node.op == "call_module" or node.target in checks):
             graph.erase_node(node)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    tensors = [node for node, value in zip(inputs, given, strict=True) if isinstance(value, Tensor)]
+    tensors = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, Tensor)]
     with graph.inserting_after(inputs[-1]):
         device = graph.call_function(getattr, (tensors[0], "device"))
     for node in set(inputs) - set(tensors):
@@ -288,8 +296,8 @@ def _free(graph: fx.Graph, given: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter logs, warns and prints what its errors say again."""
+def _silence_output() -> Iterator[None]:
+    """Suppress logs, warnings and prints of the exporter: they repeat its errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -299,14 +307,16 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _reason(error: Exception) -> str:
-    """Where in the user's code tracing stopped, and why."""
-    ours = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
-    own, step = None, error.__traceback__
+def _describe_failure(error: Exception) -> str:
+    """Return the line of the user's code at which tracing stopped, and the error's message."""
+    library_folders = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+    user_line, step = None, error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
-        if not file.startswith((*ours, "<")):
-            own = (file, step.tb_lineno)
+        if not file.startswith((*library_folders, "<")):
+            user_line = (file, step.tb_lineno)
         step = step.tb_next
-    where = f"`{linecache.getline(*own).strip()}` ({Path(own[0]).name}, line {own[1]}): " if own else ""
-    return f"{where}{first_line(error)}"
+    if user_line is None:
+        return first_line(error)
+    file, number = user_line
+    return f"`{linecache.getline(file, number).strip()}` ({Path(file).name}, line {number}): {first_line(error)}"
