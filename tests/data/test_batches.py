@@ -137,7 +137,7 @@ def test_a_batch_size_of_nothing_is_refused() -> None:
 
 
 def test_the_validation_split_is_never_augmented(file_set: data.ImageDataset) -> None:
-    """In memory and from files, images always come from the test transform."""
+    """Validation images always come from the test transform, in memory and from files."""
     for dataset in (image_set(14), file_set):
         splits = data.HoldOut.random(dataset, 4, 0, 3).apply(dataset, None)
         for part in (splits.val, splits.test):

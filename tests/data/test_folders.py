@@ -112,9 +112,9 @@ def test_hidden_folders_are_no_classes_and_suffixes_have_any_case(tmp_path: Path
     class_folders(tmp_path, each=1)
     (tmp_path / ".cache").mkdir()
     picture(tmp_path / "cat" / "deep" / "inside" / "x.png").save(tmp_path / "cat" / "B.JPEG")
-    found, _ = data.load(f"folder:{tmp_path}", size=8)
-    assert found.classes == ("cat", "dog")
-    assert sorted(found.files) == ["cat/0.png", "cat/B.JPEG", "cat/deep/inside/x.png", "dog/0.png"]
+    dataset, _ = data.load(f"folder:{tmp_path}", size=8)
+    assert dataset.classes == ("cat", "dog")
+    assert sorted(dataset.files) == ["cat/0.png", "cat/B.JPEG", "cat/deep/inside/x.png", "dog/0.png"]
 
 
 ODD = ("ünï çødé.png", "日本語.png", "a b  c.png", "-rf.png", "#%2F?.png", "dot.dot.png", "'\"$(x).png", "e\u0301.png")
@@ -123,14 +123,14 @@ ODD = ("ünï çødé.png", "日本語.png", "a b  c.png", "-rf.png", "#%2F?.png
 def test_odd_names_are_files_like_others(tmp_path: Path) -> None:
     class_folders(tmp_path, ("Straße", "кот"), each=1)
     expected = {name: np.asarray(picture(tmp_path / "кот" / name, 9, 9, seed=i)) for i, name in enumerate(ODD)}
-    found, _ = data.load(f"folder:{tmp_path}", size=9)
-    assert set(found.files) == {"Straße/0.png", "кот/0.png", *(f"кот/{name}" for name in ODD)}
-    assert len(set(found.fingerprints().tolist())) == len(found)
-    assert found.index.tolist() == list(range(10))
-    for where, file in enumerate(found.files):
+    dataset, _ = data.load(f"folder:{tmp_path}", size=9)
+    assert set(dataset.files) == {"Straße/0.png", "кот/0.png", *(f"кот/{name}" for name in ODD)}
+    assert len(set(dataset.fingerprints().tolist())) == len(dataset)
+    assert dataset.index.tolist() == list(range(10))
+    for where, file in enumerate(dataset.files):
         if (name := file.split("/")[1]) in expected:
             shown = Image.fromarray(expected[name])
-            assert np.array_equal(pixels(found[torch.tensor([where])])[0], center_crop(shown, 9))
+            assert np.array_equal(pixels(dataset[torch.tensor([where])])[0], center_crop(shown, 9))
 
 
 def test_names_that_are_no_text_are_files_too(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_names_that_are_no_text_are_files_too(tmp_path: Path) -> None:
         shutil.copy(os.fsencode(tmp_path / "cat" / "0.png"), odd)
     except OSError:
         pytest.skip("this file system has no names that are not UTF-8")
-    found, _ = data.load(f"folder:{tmp_path}", size=8)
-    assert len(set(found.fingerprints().tolist())) == len(pixels(found)) == 3
+    dataset, _ = data.load(f"folder:{tmp_path}", size=8)
+    assert len(set(dataset.fingerprints().tolist())) == len(pixels(dataset)) == 3
 
 
 def test_order_and_fingerprints_depend_on_names_alone(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_an_unreadable_file_is_named(tmp_path: Path, name: str, workers: int) -> None:
     class_folders(tmp_path)
     DAMAGE[name](tmp_path / "dog" / name)
-    found, _ = data.load(f"folder:{tmp_path}", size=8)
-    message = refused(lambda: list(data.Batches(found, 2, workers)))
+    dataset, _ = data.load(f"folder:{tmp_path}", size=8)
+    message = refused(lambda: list(data.Batches(dataset, 2, workers)))
     assert message.startswith(f"{tmp_path / 'dog' / name} cannot be read as an image (")
     assert message.endswith("--skip-unreadable skips such files")
 
@@ -233,14 +233,14 @@ def test_damage_anywhere_gives_a_picture_or_one_line(
         content[rng.randrange(min(30, len(content) - 1), len(content))] = rng.randrange(256)
     path.write_bytes(content[: rng.randrange(len(content)) if rng.random() < 0.3 else None])
     try:
-        found, problem = folders.decode(path, 8, None, None), ""
+        result, problem = folders.decode(path, 8, None, None), ""
     except ew.InputError as error:
-        found, problem = None, str(error)
-    if found is None:
+        result, problem = None, str(error)
+    if result is None:
         assert problem.startswith(f"{path} cannot be read as an image (")
         assert "\n" not in problem
     else:
-        assert found.shape == (8, 8, 3)
+        assert result.shape == (8, 8, 3)
 
 
 # -- scaling and cropping
@@ -264,9 +264,9 @@ LONG = [(17, 1), (400, 31), (31, 400), (640, 41)]
 @pytest.mark.parametrize(("width", "height"), SIZES + LONG)
 def test_the_test_transform_is_resize_256_and_centre_224(tmp_path: Path, width: int, height: int) -> None:
     image = picture(tmp_path / "a" / "x.png", width, height)
-    found = folders.decode(tmp_path / "a" / "x.png", 224, None, None)
+    result = folders.decode(tmp_path / "a" / "x.png", 224, None, None)
     elongated = max(width, height) > 16 * min(width, height)  # then up to rounding
-    assert np.abs(found.astype(int) - center_crop(image, 224, 256)).max() <= elongated
+    assert np.abs(result.astype(int) - center_crop(image, 224, 256)).max() <= elongated
 
 
 @settings(max_examples=40, deadline=None)
@@ -274,8 +274,8 @@ def test_the_test_transform_is_resize_256_and_centre_224(tmp_path: Path, width: 
 def test_the_centre_of_any_picture(width: int, height: int, size: int) -> None:
     rng = np.random.default_rng([width, height])
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    found = np.asarray(folders._crop_center(image, size)).astype(int)
-    assert np.abs(found - center_crop(image, size)).max() <= (max(width, height) > 16 * min(width, height))
+    result = np.asarray(folders._crop_center(image, size)).astype(int)
+    assert np.abs(result - center_crop(image, size)).max() <= (max(width, height) > 16 * min(width, height))
 
 
 def test_a_line_of_pixels_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,14 +288,14 @@ def test_a_line_of_pixels_does_not_fill_the_memory(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Image.Image, "resize", checked_resize)
     Image.new("RGB", (2**18, 1), (1, 2, 3)).save(tmp_path / "x.png")
-    found = folders.decode(tmp_path / "x.png", 224, None, None)
-    assert np.array_equal(found, np.full((224, 224, 3), (1, 2, 3)))
+    result = folders.decode(tmp_path / "x.png", 224, None, None)
+    assert np.array_equal(result, np.full((224, 224, 3), (1, 2, 3)))
 
 
 def test_batches_of_files_are_normalised_as_imagenet_is(tmp_path: Path) -> None:
     images = [picture(tmp_path / name / "x.png", 300, 260, seed=i) for i, name in enumerate(("a", "b"))]
-    found, _ = data.load(f"folder:{tmp_path}")
-    ((batch, labels, index),) = data.Batches(found, 5)
+    dataset, _ = data.load(f"folder:{tmp_path}")
+    ((batch, labels, index),) = data.Batches(dataset, 5)
     expected = np.stack([center_crop(image) for image in images]) / 255
     expected = (expected - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
     np.testing.assert_allclose(batch.numpy(), expected.transpose(0, 3, 1, 2), atol=2e-6)
@@ -385,13 +385,13 @@ def test_a_part_is_cut_resized_and_flipped(tmp_path_factory: pytest.TempPathFact
     image = picture(path, 60, 47)
     augmentation = Augmentation(resized_crop=True, flip=flip)
     row = torch.rand(augmentation.draws, generator=torch.Generator().manual_seed(seed)).tolist()
-    found = folders.decode(path, 24, augmentation, row).astype(int)
+    result = folders.decode(path, 24, augmentation, row).astype(int)
     x0, y0, x1, y1 = (int(side) for side in folders._random_crop_box(60, 47, row[3:]))
     # Pillow's resize of a box reads only the box and the pixels at its edge.
     expected = np.asarray(image.resize((24, 24), Image.Resampling.BILINEAR, box=(x0, y0, x1, y1))).astype(int)
     if flip and row[2] < 0.5:
         expected = expected[:, ::-1]
-    assert np.array_equal(found, expected)
+    assert np.array_equal(result, expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -401,8 +401,8 @@ def test_files_are_padded_cropped_and_flipped_too(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "padded.png"
     image = picture(path, 20, 17)
-    found = folders.decode(path, 14, Augmentation(padding=3, flip=True), list(draws))
+    result = folders.decode(path, 14, Augmentation(padding=3, flip=True), list(draws))
     padded = np.pad(center_crop(image, 14), ((3, 3), (3, 3), (0, 0)))
     left, top = int(draws[0] * 7), int(draws[1] * 7)
     expected = padded[top : top + 14, left : left + 14]
-    assert np.array_equal(found, expected[:, ::-1] if draws[2] < 0.5 else expected)
+    assert np.array_equal(result, expected[:, ::-1] if draws[2] < 0.5 else expected)
