@@ -1,4 +1,4 @@
-"""`exitwise bench` and budgets in milliseconds: that the figures follow from each other, not how large they are."""
+"""`exitwise bench` and budgets in milliseconds: the figures are consistent; their size is not tested."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def measured(run: Path, exitwise: Command) -> Any:
-    """Once for all tests: what the command printed as JSON."""
+    """JSON output of the command, which runs once for all tests."""
     if not (run / "bench.json").exists():
         order = ("bench", run, "--backend", "torch", "--backend", "optimized", *SIZES, "--repeats", 1, "--json")
         done = exitwise(*order, "--costs-of", "optimized:8", "--threads", 1)
@@ -32,10 +32,10 @@ def measured(run: Path, exitwise: Command) -> Any:
     return json.loads((run / "bench.json").read_text())
 
 
-def test_every_contender_is_measured(measured: Any) -> None:
+def test_every_target_is_measured(measured: Any) -> None:
     rows = [(row["backend"], row["batch_size"], row["variant"]) for row in measured["timings"]]
     variants = ("vanilla", "full", "25%", "50%", "75%")
-    assert rows == [(name, size, each) for size in (1, 8) for name in ("torch", "optimized") for each in variants]
+    assert rows == [(name, size, variant) for size in (1, 8) for name in ("torch", "optimized") for variant in variants]
     assert measured["threads"] == 1
     assert all(row["ms"] > 0 for row in measured["timings"])
 
@@ -47,9 +47,10 @@ def test_the_figures_follow_from_each_other(measured: Any) -> None:
         cumulative = stages[row["backend"], row["batch_size"]]
         assert cumulative == sorted(cumulative)
         vanilla = next(
-            each["ms"]
-            for each in measured["timings"]
-            if (each["backend"], each["batch_size"], each["variant"]) == (row["backend"], row["batch_size"], "vanilla")
+            timing["ms"]
+            for timing in measured["timings"]
+            if (timing["backend"], timing["batch_size"], timing["variant"])
+            == (row["backend"], row["batch_size"], "vanilla")
         )
         assert row["speedup"] == pytest.approx(vanilla / row["ms"])
         if row["variant"] == "full":
@@ -61,8 +62,8 @@ def test_the_figures_follow_from_each_other(measured: Any) -> None:
         pairs = list(zip(row["exit_shares"], cumulative, macs, strict=True))
         assert row["bound_ms"] == pytest.approx(sum(share * ms for share, ms, _ in pairs))
         assert row["reached"] == pytest.approx(row["bound_ms"] / row["ms"])
-        assert row["mac_speedup"] == pytest.approx(macs[-1] / sum(share * each for share, _, each in pairs))
-        # As many leave at each exit as on real data, so the mean cost is about the budget; a few dozen pictures vary.
+        assert row["mac_speedup"] == pytest.approx(macs[-1] / sum(share * exit_macs for share, _, exit_macs in pairs))
+        # Exit shares are those of real data, so the mean cost is near the budget; a few dozen images vary.
         assert 1 / row["mac_speedup"] == pytest.approx(float(row["variant"][:-1]) / 100, abs=0.12)
 
 
@@ -92,7 +93,7 @@ def test_a_budget_in_milliseconds_is_predicted_and_measured(run: Path, measured:
     (run / "bench.json").write_text(json.dumps(measured))
     row = done.json["timings"][-1]
     assert row["variant"] == budget
-    # The shares are those that spend the budget by the earlier times; a few dozen pictures vary.
+    # The shares spend the budget according to the earlier times; a few dozen images vary.
     spent = sum(share * ms for share, ms in zip(row["exit_shares"], values, strict=True))
     assert spent == pytest.approx((values[0] + values[-1]) / 2, rel=0.25)
     assert row["bound_ms"] > 0
@@ -100,7 +101,7 @@ def test_a_budget_in_milliseconds_is_predicted_and_measured(run: Path, measured:
 
 
 def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
-    """The second time for one size only: the file then holds the new times."""
+    """A second measurement of one batch size replaces the times in the file."""
     done = exitwise("bench", run, "--backend", "optimized", "--batch-size", 4, "--repeats", 1, "--costs-of", "torch:4")
     assert done.status == 0, done.err
     for word in (

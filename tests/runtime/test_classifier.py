@@ -1,4 +1,4 @@
-"""A net that stops early gives the simulation's answers, runs later stages on survivors alone, and refuses the rest."""
+"""An early-exit net predicts as simulated, runs later stages on active samples only, and refuses invalid input."""
 
 import copy
 import json
@@ -65,10 +65,10 @@ class TestAsSimulated:
         for size in SIZES:
             images = some_images(257)[:size]
             policy = random_policy(preds, seed=size)
-            said = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
-            assert_as_simulated(policy, simulated(net, calibration, images), said.exits, said.probs)
-            assert torch.equal(said.predicted, said.probs.argmax(dim=1))
-            seen |= set(said.exits.tolist())
+            pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
+            assert_as_simulated(policy, simulated(net, calibration, images), pred.exits, pred.probs)
+            assert torch.equal(pred.predicted, pred.probs.argmax(dim=1))
+            seen |= set(pred.exits.tolist())
         assert seen == {0, 1, 2}
 
     @pytest.mark.parametrize("score", SCORES)
@@ -79,45 +79,45 @@ class TestAsSimulated:
         preds = simulated(net, calibration, images)
         for seed in range(4):
             policy = random_policy(preds, seed, score)
-            said = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
-            assert_as_simulated(policy, preds, said.exits, said.probs)
+            pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     @pytest.mark.parametrize("method", [VANILLA, "MIE T_opt"])
     def test_entropy_without_draws(self, method: str) -> None:
         net, calibration, images = tiny()[0], calibrated(method), some_images(100)
         preds = simulated(net, calibration, images)
         policy = random_policy(preds, 1, "entropy")
-        said = ew.Classifier(net, calibration, policy)(images)
-        assert_as_simulated(policy, preds, said.exits, said.probs)
+        pred = ew.Classifier(net, calibration, policy)(images)
+        assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     @pytest.mark.parametrize("score", ["confidence", "variance"])
     @pytest.mark.parametrize(("first", "exit"), [((-inf, -inf), 0), ((inf, -inf), 1), ((inf, inf), 2)])
     def test_all_leave_together(self, first: tuple[float, float], exit: int, score: str) -> None:
         net, images = tiny()[0], some_images(33)
-        said = ew.Classifier(net, calibrated(), ew.Policy((*first, -inf), score))(images)
-        assert said.exits.tolist() == [exit] * 33
+        pred = ew.Classifier(net, calibrated(), ew.Policy((*first, -inf), score))(images)
+        assert pred.exits.tolist() == [exit] * 33
         expected = simulated(net, calibrated(), images).probs[exit]
-        assert torch.allclose(said.probs, expected, atol=1e-6)
+        assert torch.allclose(pred.probs, expected, atol=1e-6)
 
     def test_an_empty_batch(self) -> None:
-        said = classifier()(torch.empty(0, *SHAPE))
-        assert len(said) == 0
-        assert [said.probs.shape, said.predicted.shape, said.exits.shape, said.costs.shape] == [(0, 10)] + [(0,)] * 3
-        assert said.mean_cost == 0
+        pred = classifier()(torch.empty(0, *SHAPE))
+        assert len(pred) == 0
+        assert [pred.probs.shape, pred.predicted.shape, pred.exits.shape, pred.costs.shape] == [(0, 10)] + [(0,)] * 3
+        assert pred.mean_cost == 0
 
     def test_the_zoos_net(self) -> None:
         net, calibration, images = *zoo(), torch.randn(90, 3, 32, 32, generator=torch.Generator().manual_seed(4))
         preds = simulated(net, calibration, images)
         for seed in range(3):
             policy = random_policy(preds, seed)
-            said = ew.Classifier(net, calibration, policy)(images)
-            assert_as_simulated(policy, preds, said.exits, said.probs)
+            pred = ew.Classifier(net, calibration, policy)(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     def test_costs_are_those_of_the_exits_taken(self) -> None:
         net, trace = tiny()
-        said = classifier(costs=None)(some_images(50))  # counted
-        assert said.unit == "MACs"
-        assert said.costs.tolist() == [trace.costs.values[k] for k in said.exits.tolist()]
+        pred = classifier(costs=None)(some_images(50))  # costs are counted
+        assert pred.unit == "MACs"
+        assert pred.costs.tolist() == [trace.costs.values[k] for k in pred.exits.tolist()]
         policy = ew.Policy(middle_policy(calibrated()).thresholds, unit="ms")
         slow = ew.Classifier(net, calibrated(), policy, costs=ew.Costs((1.0, 2.0, 4.0), "ms"))(some_images(50))
         assert slow.unit == "ms"
@@ -130,12 +130,12 @@ def zoo() -> tuple[ew.MultiExitNet, ew.Calibration]:
     return ew.load_net(ew.zoo.path("net.safetensors")), ew.calibrate(trace, "MIE Laplace", samples=20)
 
 
-class TestSurvivors:
-    def test_later_stages_see_the_survivors_alone(self) -> None:
+class TestActiveSamples:
+    def test_later_stages_run_on_active_samples_only(self) -> None:
         clf, images = classifier(), some_images(60)
         seen: dict[int, list[Tensor]] = {}
 
-        def write_down(k: int, args: tuple[Any, ...]) -> None:
+        def record_input(k: int, args: tuple[Any, ...]) -> None:
             assert k not in seen
             state = args[0]
             seen[k] = [tensor.clone() for tensor in (state if isinstance(state, list) else [state])]
@@ -144,7 +144,7 @@ class TestSurvivors:
         with torch.no_grad():
             states += [state for _, state in clf.net.states(images)]
         for k, stage in enumerate(clf.net.stages):
-            stage.register_forward_pre_hook(lambda _, args, k=k: write_down(k, args))
+            stage.register_forward_pre_hook(lambda _, args, k=k: record_input(k, args))
         exits = clf(images).exits
         assert sorted(set(exits.tolist())) == [0, 1, 2]
         for k in range(3):
@@ -153,7 +153,7 @@ class TestSurvivors:
                 expected = tensor[exits >= k]
                 assert found.shape == expected.shape
                 assert torch.allclose(found, expected, atol=1e-5)
-                # and no others would have done as well
+                # the comparison can fail: other samples differ
                 if k:
                     assert not torch.allclose(found, tensor[: len(found)], atol=1e-3)
 
@@ -169,12 +169,12 @@ class TestSurvivors:
 
 
 def assert_parity(clf: ew.Classifier, images: Tensor) -> None:
-    said = clf(images)
-    assert_as_simulated(clf.policy, simulated(clf.net, clf.calibration, images), said.exits, said.probs)
+    pred = clf(images)
+    assert_as_simulated(clf.policy, simulated(clf.net, clf.calibration, images), pred.exits, pred.probs)
 
 
 class WithDropout(nn.Module):
-    """Answers otherwise in training mode, and then changes its running means."""
+    """A stage that computes something else in training mode, and updates its running means there."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ class TestNetsAndImages:
 
     def test_images_may_be_a_nest_of_tensors_too(self) -> None:
         clf, images = own_classifier(nested_net(), (6,))
-        said = clf({"a": images / 2, "b": images / 2})
-        assert same(said, clf(images))
+        pred = clf({"a": images / 2, "b": images / 2})
+        assert same(pred, clf(images))
 
     @pytest.mark.parametrize("optimized", [False, True])
     def test_float64_and_numpy_images_are_taken_as_they_are(self, optimized: bool) -> None:
@@ -231,7 +231,7 @@ class TestNetsAndImages:
         assert same(clf(images.numpy().astype(">f4")), clf(images))
 
     def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning(self) -> None:
-        """As np.asarray of a Pillow picture or a memory map gives them."""
+        """Such arrays come from np.asarray of a Pillow image and from memory maps."""
         clf, images = classifier(), some_images(4)
         array = images.numpy().copy()
         array.setflags(write=False)
@@ -239,9 +239,9 @@ class TestNetsAndImages:
 
     def test_a_net_of_doubles(self) -> None:
         clf, images = classifier(), some_images(40)
-        said = ew.Classifier(clf.net.double(), clf.calibration, clf.policy)(images)
+        pred = ew.Classifier(clf.net.double(), clf.calibration, clf.policy)(images)
         preds = simulated(tiny()[0], clf.calibration, images)
-        assert_as_simulated(clf.policy, preds, said.exits, said.probs)
+        assert_as_simulated(clf.policy, preds, pred.exits, pred.probs)
 
     def test_the_images_are_left_as_they_were(self) -> None:
         clf, images = classifier(), some_images(20)
@@ -274,28 +274,28 @@ class TestNetsAndImages:
         assert all(module.training for module in clf.net.modules())
 
     def test_nothing_is_kept_for_a_backward_pass(self) -> None:
-        said = classifier()(some_images(3).requires_grad_())
-        assert not said.probs.requires_grad
+        pred = classifier()(some_images(3).requires_grad_())
+        assert not pred.probs.requires_grad
 
     def test_a_deep_copy_is_another_classifier_with_the_same_answers(self) -> None:
         clf, images = classifier(), some_images(30)
         expected = clf(images)
-        twin = copy.deepcopy(clf)
+        clf_copy = copy.deepcopy(clf)
         with torch.no_grad():
             for parameter in clf.net.parameters():
                 parameter.zero_()
         clf.net.train()
-        assert same(twin(images), expected)
-        twin.net.train()
-        assert same(twin(images), expected)  # it watches over the modes of its own net
-        assert same(copy.deepcopy(twin).optimize()(images), copy.deepcopy(twin.optimize())(images))
+        assert same(clf_copy(images), expected)
+        clf_copy.net.train()
+        assert same(clf_copy(images), expected)  # the copy has its own eval mode
+        assert same(copy.deepcopy(clf_copy).optimize()(images), copy.deepcopy(clf_copy.optimize())(images))
 
     def test_it_can_be_given_another_precision(self) -> None:
-        """`.double()` casts what the exits hold, too."""
+        """`.double()` also casts the buffers of the exits."""
         clf, images = classifier(), some_images(40)
         preds = simulated(clf.net, clf.calibration, images)
-        said = clf.double()(images)
-        assert_as_simulated(clf.policy, preds, said.exits, said.probs)
+        pred = clf.double()(images)
+        assert_as_simulated(clf.policy, preds, pred.exits, pred.probs)
 
     def test_it_can_be_pickled(self) -> None:
         clf, images = classifier(), some_images(30)
@@ -356,11 +356,11 @@ class TestRefused:
         assert message == refused(lambda: classifier()(pixels.numpy()))
         clf = classifier(preprocessing=BYTES)
         plain = (pixels / 255 - BYTES.mean[0]) / BYTES.std[0]
-        expected, said = clf(plain), clf(pixels)
-        assert torch.allclose(said.probs, expected.probs, atol=1e-5)
-        assert torch.equal(said.exits, expected.exits)
-        assert len(set(said.exits.tolist())) > 1
-        assert same(clf(pixels.numpy()), said)
+        expected, pred = clf(plain), clf(pixels)
+        assert torch.allclose(pred.probs, expected.probs, atol=1e-5)
+        assert torch.equal(pred.exits, expected.exits)
+        assert len(set(pred.exits.tolist())) > 1
+        assert same(clf(pixels.numpy()), pred)
 
     @pytest.mark.parametrize("value", [float("nan"), inf])
     @pytest.mark.parametrize("method", [VANILLA, OURS])
@@ -371,18 +371,18 @@ class TestRefused:
         refused(lambda: clf(images), "image 17", "not finite")
 
     def test_an_image_whose_features_overflow_later_is_named_by_its_place_in_the_batch(self) -> None:
-        """Not by its place among the survivors."""
+        """The error must not give its position among the active samples."""
         net = small_net()
         net.stages[1] = Explosive()
         clf, images = own_classifier(net, (6,))
         half = float(np.median(exit_scores(simulated(net, clf.calibration, images))[0]))
         clf = ew.Classifier(net, clf.calibration, ew.Policy((half, inf, -inf)), costs=(1, 2, 3))
-        survivors = (clf(images).exits > 0).nonzero()[:, 0]
-        heights = net.stages[0](images[survivors]).detach().amax(dim=1)
-        place = int(heights.argmax())
-        net.stages[1].limit = float(heights[place]) - 1e-5
-        assert int(survivors[place]) != place
-        refused(lambda: clf(images), f"image {survivors[place]}: exit 1 ", "not finite")
+        active = (clf(images).exits > 0).nonzero()[:, 0]
+        heights = net.stages[0](images[active]).detach().amax(dim=1)
+        position = int(heights.argmax())
+        net.stages[1].limit = float(heights[position]) - 1e-5
+        assert int(active[position]) != position
+        refused(lambda: clf(images), f"image {active[position]}: exit 1 ", "not finite")
 
     @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 64), (1, 8, 8), (8,), (2, 1, 8, 8, 1)])
     @pytest.mark.parametrize("optimized", [False, True])
@@ -390,13 +390,13 @@ class TestRefused:
     @pytest.mark.slow_after_first
     def test_images_of_a_wrong_shape(self, shape: tuple[int, ...], optimized: bool, warm: bool) -> None:
         clf = classifier(costs=None).optimize() if optimized else classifier(costs=None)
-        if warm:  # costs are counted on the first call, which refuses some shapes of itself
+        if warm:  # the first call counts costs, which already refuses some shapes
             clf(some_images(2))
         refused(lambda: clf(torch.randn(shape)))
 
     @pytest.mark.parametrize("shape", [(5,), (6,), (2, 3, 6)])
     def test_vectors_of_a_wrong_shape(self, shape: tuple[int, ...]) -> None:
-        """What a linear layer takes and the last layer then does not."""
+        """A linear stage takes them, the last layer does not."""
         clf, images = own_classifier(small_net(), (6,))
         clf(images)
         refused(lambda: clf(torch.randn(shape)))
@@ -429,7 +429,7 @@ class TestRefused:
 
 
 class Explosive(nn.Module):
-    """A stage whose answer overflows for inputs beyond a limit."""
+    """A stage whose output overflows for inputs above a limit."""
 
     limit = inf
 
@@ -447,16 +447,16 @@ class TestOptimized:
         before = copy.deepcopy(net.state_dict())
         plain = ew.Classifier(net, calibration, policy)
         quick = ew.Classifier(net, calibration, policy).optimize()
-        said, found = plain(images), quick(images)
+        pred, found = plain(images), quick(images)
         sure = torch.from_numpy(clear(policy, preds)[1])
-        other = said.exits != found.exits
-        print(f"{int(other.sum())} of {len(images)} leave elsewhere, {int((~sure).sum())} lie on a threshold")
+        other = pred.exits != found.exits
+        print(f"{int(other.sum())} of {len(images)} take another exit, {int((~sure).sum())} lie on a threshold")
         assert int(other.sum()) <= int((~sure).sum())
         assert not bool((other & sure).any())
-        assert (said.probs - found.probs)[~other].abs().max() < 1e-5
-        assert torch.equal(said.costs[~other], found.costs[~other])
+        assert (pred.probs - found.probs)[~other].abs().max() < 1e-5
+        assert torch.equal(pred.costs[~other], found.costs[~other])
         assert len(set(found.exits.tolist())) == 4
-        # The user's own net is as it was.
+        # The original net is unchanged.
         assert plain.net is net
         assert quick.net is not net
         assert norms(net) > 0
@@ -465,9 +465,9 @@ class TestOptimized:
         assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
 
     @pytest.mark.parametrize(
-        ("preset", "left"), [("cifar100-resnet8", 0), ("tiny-32", 0), ("cifar100-densenet10", None)]
+        ("preset", "remaining"), [("cifar100-resnet8", 0), ("tiny-32", 0), ("cifar100-densenet10", None)]
     )
-    def test_every_family_gives_the_same_answers(self, preset: str, left: int | None) -> None:
+    def test_every_family_gives_the_same_answers(self, preset: str, remaining: int | None) -> None:
         net = ew.models.build(preset, num_classes=5)
         shape = (3, 32, 32)
         trace = fitted(net, lambda n, seed: pictures(n // 10, shape, 5, seed))
@@ -478,9 +478,9 @@ class TestOptimized:
         clf = ew.Classifier(net, calibration, policy).optimize()
         assert norms(net) > 0
         assert norms(clf.net) < norms(net)
-        assert left is None or norms(clf.net) == left
-        said = clf(images)
-        assert_as_simulated(policy, preds, said.exits, said.probs)
+        assert remaining is None or norms(clf.net) == remaining
+        pred = clf(images)
+        assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
     def test_doing_it_twice_is_doing_it_once(self) -> None:
         clf = classifier()
@@ -500,7 +500,7 @@ def conv() -> nn.Conv2d:
 
 
 class Fusable(nn.Module):
-    """Convolution and normalisation as everyone has them: the one that must be folded."""
+    """The usual convolution and normalization, which must be folded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ class CalledTwice(Fusable):
 
 
 class TwoNames(Fusable):
-    """The same convolution in two places of the net."""
+    """One convolution under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ class TwoNames(Fusable):
 
 
 class SharedNorm(Fusable):
-    """One normalisation behind two convolutions."""
+    """One normalization after two convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -548,14 +548,14 @@ class SharedNorm(Fusable):
 
 
 class NormOfSomethingElse(Fusable):
-    """A normalisation behind a convolution that is used once more without it."""
+    """A normalization that also reads another tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)).relu() + self.norm(x)
 
 
 class StepByStep(nn.Module):
-    """Cannot be traced, and keeps what every step of a sequence says, as feature pyramids do."""
+    """Cannot be traced, and uses the output of every step, as feature pyramids do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +570,7 @@ class StepByStep(nn.Module):
 
 
 class PartTwice(nn.Module):
-    """Cannot be traced, so nobody knows what it does with its parts: nothing is folded."""
+    """Cannot be traced, so the use of its children is unknown: nothing is folded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ class PartTwice(nn.Module):
 
 
 class BatchStatistics(Fusable):
-    """Normalises by the batch in evaluation, too: nothing to fold."""
+    """Normalizes by batch statistics in evaluation mode, too: nothing can be folded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -591,7 +591,7 @@ class BatchStatistics(Fusable):
 
 class TestFolding:
     @pytest.mark.parametrize(
-        ("module", "left"),
+        ("module", "remaining"),
         [
             (Fusable, 0),
             (PartTwice, 1),
@@ -604,7 +604,9 @@ class TestFolding:
             (StepByStep, 1),
         ],
     )
-    def test_a_convolution_is_folded_only_where_a_norm_alone_reads_it(self, module: type[nn.Module], left: int) -> None:
+    def test_a_convolution_is_folded_only_where_a_norm_alone_reads_it(
+        self, module: type[nn.Module], remaining: int
+    ) -> None:
         torch.manual_seed(0)
         neck = nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten())
         net = ew.MultiExitNet([module()], [ew.Head(neck, nn.Linear(18, 3))])
@@ -614,7 +616,7 @@ class TestFolding:
         expected = clf(images)
         found = clf.optimize()(images)
         assert (found.probs - expected.probs).abs().max() < 1e-5
-        assert norms(clf.net) == left
+        assert norms(clf.net) == remaining
 
 
 def header_of(path: Path) -> dict[str, str]:
@@ -623,7 +625,7 @@ def header_of(path: Path) -> dict[str, str]:
 
 
 def rewrite(path: Path, to: Path, **header: str) -> Path:
-    """The same tensors under another header."""
+    """Copy a file with some entries of its header replaced."""
     save_file(load_file(path), to, metadata=header_of(path) | header)
     return to
 
@@ -637,7 +639,7 @@ class TestFiles:
         clf, images = clf.optimize() if optimized else clf, some_images(65)
         clf.save(tmp_path / "a.safetensors")
         expected = clf(images)
-        clf.save(tmp_path / "b.safetensors")  # by now it knows its costs
+        clf.save(tmp_path / "b.safetensors")  # now with counted costs
         for name in ("a", "b"):
             found = ew.Classifier.load(tmp_path / f"{name}.safetensors")
             assert same(found(images), expected)
@@ -701,11 +703,11 @@ class TestFiles:
     @pytest.mark.parametrize("entry", ["model", "calibration", "policy", "costs", "classes", "preprocessing"])
     @pytest.mark.slow_after_first
     def test_a_header_with_broken_values_is_refused_or_harmless(self, tmp_path: Path, entry: str) -> None:
-        """Whatever is put in the place of any value: an error of ours, or a classifier that works."""
+        """Any replaced value gives an `InputError` or a classifier that works."""
         path, broken = tmp_path / "clf.safetensors", tmp_path / "broken.safetensors"
         if entry == "model":
             clf, images, own = classifier(), some_images(5), None
-        else:  # one that is given its net loads faster
+        else:  # loading is faster with a given net
             own = small_net()
             clf, images = own_classifier(own, (6,))
         names = [f"class {i}" for i in range(clf.net.num_classes)]
@@ -722,7 +724,7 @@ class TestFiles:
                 count += 1
                 if str(broken) not in str(error) or "\n" in str(error):
                     wrong.append((text[:80], str(error)))
-            except Exception as error:  # what the test is about
+            except Exception as error:  # the test collects these
                 wrong.append((text[:80], repr(error)[:200]))
             else:
                 assert torch.isfinite(found(images).probs).all(), text
@@ -732,7 +734,7 @@ class TestFiles:
     @pytest.mark.parametrize("size", [10**7, 10**18, 10**30])
     @pytest.mark.parametrize("name", ["num_classes", "in_channels"])
     def test_a_header_that_asks_for_a_huge_net_is_refused(self, tmp_path: Path, name: str, size: int) -> None:
-        """Sizes beyond 64 bits would be torch's own errors."""
+        """Sizes beyond 64 bits raise other errors in torch."""
         path, huge = tmp_path / "clf.safetensors", tmp_path / "huge.safetensors"
         classifier().save(path)
         rewrite(path, huge, model=json.dumps({"preset": "tiny-8", name: size}))
@@ -759,7 +761,7 @@ class TestFiles:
 
 
 def own_convolutions() -> ew.MultiExitNet:
-    """A net that no preset names."""
+    """Return a net without a preset."""
     stages = [nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3))]
     heads = [ew.Head(nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()), nn.Linear(16, 3)) for _ in range(2)]
     return ew.MultiExitNet(stages, heads).eval()
@@ -782,9 +784,9 @@ class TestThreads:
             return [clf(parts[k]) for _ in range(40)]
 
         with ThreadPoolExecutor(8) as pool:
-            for its, said in zip(expected, pool.map(run, range(8)), strict=True):
-                assert all(torch.equal(each.exits, its.exits) for each in said)
-                assert all(torch.allclose(each.probs, its.probs, atol=1e-6) for each in said)
+            for its, pred in zip(expected, pool.map(run, range(8)), strict=True):
+                assert all(torch.equal(each.exits, its.exits) for each in pred)
+                assert all(torch.allclose(each.probs, its.probs, atol=1e-6) for each in pred)
         assert all(module.training is training for module in clf.net.modules())
 
     def test_the_first_calls_may_come_together(self) -> None:
@@ -798,21 +800,21 @@ class TestThreads:
             return clf(images)
 
         with ThreadPoolExecutor(8) as pool:
-            for said in pool.map(run, range(8)):
-                assert torch.equal(said.exits, expected.exits)
-                assert torch.equal(said.costs, expected.costs)
-                assert torch.allclose(said.probs, expected.probs, atol=1e-6)
+            for pred in pool.map(run, range(8)):
+                assert torch.equal(pred.exits, expected.exits)
+                assert torch.equal(pred.costs, expected.costs)
+                assert torch.allclose(pred.probs, expected.probs, atol=1e-6)
 
 
 class TestPrediction:
     def test_what_it_says_of_itself(self) -> None:
-        said = classifier()(some_images(50))
-        counts = torch.bincount(said.exits, minlength=3).tolist()
+        pred = classifier()(some_images(50))
+        counts = torch.bincount(pred.exits, minlength=3).tolist()
         assert min(counts) > 0
-        assert len(said) == 50
-        assert said.mean_cost == pytest.approx(sum(said.costs.tolist()) / 50)
+        assert len(pred) == 50
+        assert pred.mean_cost == pytest.approx(sum(pred.costs.tolist()) / 50)
         exited = ", ".join(f"{count} at exit {k}" for k, count in enumerate(counts))
-        assert repr(said) == f"Prediction(50 images, mean cost {said.mean_cost:.4g} MACs, exited: {exited})"
+        assert repr(pred) == f"Prediction(50 images, mean cost {pred.mean_cost:.4g} MACs, exited: {exited})"
 
     @pytest.mark.parametrize(("old", "new"), [("labels", "predicted"), ("cost", "costs")])
     def test_deprecated_names_still_work_and_warn(self, old: str, new: str) -> None:
@@ -827,30 +829,30 @@ class TestPrediction:
         assert repr(clf(some_images(0))) == "Prediction(0 images, mean cost 0 MACs, exited: none)"
 
     def test_as_plain_data(self) -> None:
-        said = classifier()(some_images(5))
-        data = json.loads(json.dumps(said.to_dict()))
+        pred = classifier()(some_images(5))
+        data = json.loads(json.dumps(pred.to_dict()))
         assert set(data) == {"probs", "predicted", "exits", "costs", "unit"}
         assert data["unit"] == "MACs"
-        assert torch.equal(torch.tensor(data["probs"]), said.probs)
-        assert (data["predicted"], data["exits"]) == (said.predicted.tolist(), said.exits.tolist())
-        assert data["costs"] == said.costs.tolist()
+        assert torch.equal(torch.tensor(data["probs"]), pred.probs)
+        assert (data["predicted"], data["exits"]) == (pred.predicted.tolist(), pred.exits.tolist())
+        assert data["costs"] == pred.costs.tolist()
 
     @pytest.mark.parametrize("n", [5, 0])
     def test_as_a_table(self, n: int) -> None:
-        said = classifier()(some_images(n))
-        table = said.to_pandas()
+        pred = classifier()(some_images(n))
+        table = pred.to_pandas()
         assert list(table.columns) == ["predicted", "confidence", "exit", "cost"]
-        assert table["predicted"].tolist() == said.predicted.tolist()
-        assert table["confidence"].tolist() == said.probs.amax(dim=1).tolist()
-        assert table["exit"].tolist() == said.exits.tolist()
-        assert table["cost"].tolist() == said.costs.tolist()
+        assert table["predicted"].tolist() == pred.predicted.tolist()
+        assert table["confidence"].tolist() == pred.probs.amax(dim=1).tolist()
+        assert table["exit"].tolist() == pred.exits.tolist()
+        assert table["cost"].tolist() == pred.costs.tolist()
 
     def test_everything_is_a_tensor_on_the_cpu_in_the_order_of_the_images(self) -> None:
         clf, images = classifier(), some_images(40)
-        said = clf(images)
+        pred = clf(images)
         order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
         other = clf(images[order])
-        assert torch.equal(other.exits, said.exits[order])
-        assert torch.allclose(other.probs, said.probs[order], atol=1e-5)
-        assert said.probs.dtype == torch.float32
-        assert said.predicted.dtype == said.exits.dtype == torch.int64
+        assert torch.equal(other.exits, pred.exits[order])
+        assert torch.allclose(other.probs, pred.probs[order], atol=1e-5)
+        assert pred.probs.dtype == torch.float32
+        assert pred.predicted.dtype == pred.exits.dtype == torch.int64

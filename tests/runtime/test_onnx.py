@@ -1,4 +1,4 @@
-"""ONNX bundles: torch's answers without torch, and nothing runs that was not exported so."""
+"""ONNX bundles predict as torch does, and only graphs that match the manifest run."""
 
 import hashlib
 import json
@@ -48,14 +48,14 @@ pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 SHAPE = (3, 6, 6)
-COLOURS = ew.Preprocessing(6, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+COLOR_PREPROCESSING = ew.Preprocessing(6, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 CLOSE = 1e-4
 CLASSES = tuple(f"class {i}" for i in range(5))
 
 
 @cache
-def colour_net() -> tuple[ew.MultiExitNet, ew.Trace]:
-    """Two exits, one without a bias, that cost little to export."""
+def color_net() -> tuple[ew.MultiExitNet, ew.Trace]:
+    """Return a net with two exits, one without a bias, that is fast to export, and its trace."""
     torch.manual_seed(0)
     stages = [
         nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
@@ -69,34 +69,34 @@ def colour_net() -> tuple[ew.MultiExitNet, ew.Trace]:
     return net, fitted(net, of_shape(SHAPE, 5))
 
 
-def colour_classifier(method: str, mode: Any = "paper", score: str = "confidence", **options: Any) -> ew.Classifier:
-    net, trace = colour_net()
+def color_classifier(method: str, mode: Any = "paper", score: str = "confidence", **options: Any) -> ew.Classifier:
+    net, trace = color_net()
     calibration = ew.calibrate(trace, method, samples=20, mode=mode)
     half = float(np.median(exit_scores(calibration.predict(trace.val), score)[0]))
-    return ew.Classifier(net, calibration, ew.Policy((half, -inf), score), preprocessing=COLOURS, **options)
+    return ew.Classifier(net, calibration, ew.Policy((half, -inf), score), preprocessing=COLOR_PREPROCESSING, **options)
 
 
-def colours(n: int) -> Tensor:
+def color_images(n: int) -> Tensor:
     return pictures(n, SHAPE, 5, 3)[0]
 
 
 KINDS: dict[str, Callable[[], ew.Classifier]] = {
-    "vanilla, optimized": lambda: colour_classifier(VANILLA).optimize(),
-    "exact, by entropy": lambda: colour_classifier(OURS, "exact", "entropy"),
-    "by variance": lambda: colour_classifier(OURS, score="variance", classes=CLASSES),
+    "vanilla, optimized": lambda: color_classifier(VANILLA).optimize(),
+    "exact, by entropy": lambda: color_classifier(OURS, "exact", "entropy"),
+    "by variance": lambda: color_classifier(OURS, score="variance", classes=CLASSES),
     "MSDNet": lambda: classifier(OURS, preprocessing=BYTES),
 }
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[ew.Classifier, Path]]:
-    """A classifier and the bundle that it wrote, exported once each. Nobody may write there."""
+    """Return a function from a kind to its classifier and bundle, exported once. Tests must not write there."""
     folder = tmp_path_factory.mktemp("bundles")
 
     @cache
     def exported(kind: str) -> tuple[ew.Classifier, Path]:
         clf = KINDS[kind]()
-        clf.net.train()  # which must not matter
+        clf.net.train()  # must not change the export
         path = folder / kind.replace(", ", "-")
         clf.export(path)
         assert all(module.training for module in clf.net.modules())
@@ -110,13 +110,13 @@ Bundle = Callable[[str], tuple[ew.Classifier, Path]]
 
 
 @pytest.fixture
-def own(bundle: Bundle, tmp_path: Path) -> Path:
-    """A copy of a small bundle, to break."""
+def bundle_copy(bundle: Bundle, tmp_path: Path) -> Path:
+    """Copy of a small bundle that a test may damage."""
     return Path(shutil.copytree(bundle("by variance")[1], tmp_path / "bundle"))
 
 
 def images_of(clf: ew.Classifier, n: int) -> Tensor:
-    return colours(n) if clf.net.num_classes == 5 else some_images(n)
+    return color_images(n) if clf.net.num_classes == 5 else some_images(n)
 
 
 class TestAsTorch:
@@ -128,15 +128,15 @@ class TestAsTorch:
         seen = set()
         for n in (1, 2, 65):
             images = images_of(clf, 65)[:n]
-            said = session(images.numpy())
+            pred = session(images.numpy())
             preds = simulated(clf.net, clf.calibration, images)
-            assert_as_simulated(clf.policy, preds, said.exits, said.probs, CLOSE)
+            assert_as_simulated(clf.policy, preds, pred.exits, pred.probs, CLOSE)
             expected = clf(images)
-            same = said.exits == expected.exits.numpy()
-            assert (said.costs[same] == expected.costs.numpy()[same]).all()
-            assert (said.predicted == said.probs.argmax(axis=1)).all()
-            assert said.unit == expected.unit
-            seen |= set(said.exits.tolist())
+            same = pred.exits == expected.exits.numpy()
+            assert (pred.costs[same] == expected.costs.numpy()[same]).all()
+            assert (pred.predicted == pred.probs.argmax(axis=1)).all()
+            assert pred.unit == expected.unit
+            seen |= set(pred.exits.tolist())
         assert seen == set(range(len(clf.net.stages)))
         assert (session.policy, session.classes) == (clf.policy, clf.classes)
 
@@ -144,10 +144,10 @@ class TestAsTorch:
     @pytest.mark.slow_after_first
     def test_an_empty_batch(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
-        said = Session(path, threads=1)(images_of(clf, 0).numpy())
-        assert len(said) == 0
-        assert said.probs.shape == (0, clf.net.num_classes)
-        assert said.mean_cost == 0
+        pred = Session(path, threads=1)(images_of(clf, 0).numpy())
+        assert len(pred) == 0
+        assert pred.probs.shape == (0, clf.net.num_classes)
+        assert pred.mean_cost == 0
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("batch_size", [1, 10])
@@ -166,9 +166,9 @@ class TestAsTorch:
     def test_bytes(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
         pixels = np.random.default_rng(0).integers(0, 256, (20, *images_of(clf, 1).shape[1:]), dtype=np.uint8)
-        said, expected = Session(path, threads=1)(pixels), clf(pixels)
-        assert np.abs(said.probs - expected.probs.numpy()).max() < CLOSE
-        assert (said.exits == expected.exits.numpy()).all()
+        pred, expected = Session(path, threads=1)(pixels), clf(pixels)
+        assert np.abs(pred.probs - expected.probs.numpy()).max() < CLOSE
+        assert (pred.exits == expected.exits.numpy()).all()
 
     @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
     def test_a_stream_of_bytes(self, bundle: Bundle, kind: str) -> None:
@@ -178,19 +178,19 @@ class TestAsTorch:
         assert [answer.exit for answer in answers] == clf(pixels).exits.tolist()
 
     def test_doubles_and_strided_arrays(self, bundle: Bundle) -> None:
-        session, images = Session(bundle("by variance")[1], threads=1), colours(20).numpy()
+        session, images = Session(bundle("by variance")[1], threads=1), color_images(20).numpy()
         expected = session(images)
         for others in (images.astype(np.float64), np.ascontiguousarray(images[::-1])[::-1], images.tolist()):
             assert (session(others).probs == expected.probs).all()
 
     def test_what_a_prediction_says_of_itself(self, bundle: Bundle) -> None:
-        said = Session(bundle("by variance")[1], threads=1)(colours(20).numpy())
-        assert repr(said).startswith("Prediction(20 images, mean cost ")
-        assert json.loads(json.dumps(said.to_dict()))["exits"] == said.exits.tolist()
-        assert len(said.to_pandas()) == 20
+        pred = Session(bundle("by variance")[1], threads=1)(color_images(20).numpy())
+        assert repr(pred).startswith("Prediction(20 images, mean cost ")
+        assert json.loads(json.dumps(pred.to_dict()))["exits"] == pred.exits.tolist()
+        assert len(pred.to_pandas()) == 20
 
     def test_eight_threads_share_a_session(self, bundle: Bundle) -> None:
-        session, images = Session(bundle("by variance")[1], threads=1), colours(80).numpy()
+        session, images = Session(bundle("by variance")[1], threads=1), color_images(80).numpy()
         parts = [images[k::8] for k in range(8)]
         expected = [session(part) for part in parts]
         start = Barrier(8)
@@ -201,13 +201,13 @@ class TestAsTorch:
 
         with ThreadPoolExecutor(8) as pool:
             for its, found in zip(expected, pool.map(run, range(8)), strict=True):
-                assert all((said.exits == its.exits).all() for said in found)
-                assert all(np.abs(said.probs - its.probs).max() < 1e-6 for said in found)
+                assert all((pred.exits == its.exits).all() for pred in found)
+                assert all(np.abs(pred.probs - its.probs).max() < 1e-6 for pred in found)
 
 
 @pytest.mark.slow
 def test_a_stage_that_hands_its_input_on_leaves_the_images_alone(tmp_path: Path) -> None:
-    """Survivors are moved within arrays that must not be the caller's."""
+    """Compacting overwrites arrays, which must not be those of the caller."""
     torch.manual_seed(0)
     heads = [ew.Head(nn.Identity(), nn.Linear(6, 4)) for _ in range(3)]
     net = ew.MultiExitNet([nn.Identity(), nn.Identity(), nn.Linear(6, 6)], heads).eval()
@@ -242,7 +242,7 @@ class TestImagesRefused:
         refused(lambda: session(images))
 
     def test_one_that_is_not_finite_is_named(self, bundle: Bundle) -> None:
-        session, images = Session(bundle("by variance")[1], threads=1), colours(20).numpy()
+        session, images = Session(bundle("by variance")[1], threads=1), color_images(20).numpy()
         images[13] = np.nan
         refused(lambda: session(images), "image 13", "not finite")
 
@@ -264,7 +264,7 @@ class TestImagesRefused:
     def test_in_a_stream_it_is_an_answer_and_harms_no_other(
         self, bundle: Bundle, bad: Any, words: str, where: int
     ) -> None:
-        session, images = Session(bundle("by variance")[1], threads=1), colours(9).numpy()
+        session, images = Session(bundle("by variance")[1], threads=1), color_images(9).numpy()
         expected = session(images)
         items: list[Any] = list(images)
         items.insert(where, bad)
@@ -298,25 +298,25 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_runs")
 class TestBundleRefused:
     @pytest.mark.parametrize("graph", [0, 1])
-    def test_a_changed_byte_in_a_graph(self, own: Path, graph: int) -> None:
-        path = own / f"stage{graph}.onnx"
+    def test_a_changed_byte_in_a_graph(self, bundle_copy: Path, graph: int) -> None:
+        path = bundle_copy / f"stage{graph}.onnx"
         data = bytearray(path.read_bytes())
-        for place in (0, len(data) // 2, len(data) - 1):
+        for position in (0, len(data) // 2, len(data) - 1):
             wrong = bytearray(data)
-            wrong[place] ^= 1
+            wrong[position] ^= 1
             path.write_bytes(wrong)
-            refused(lambda: Session(own), str(path), "SHA-256")
+            refused(lambda: Session(bundle_copy), str(path), "SHA-256")
         path.write_bytes(data[:-1])
-        refused(lambda: Session(own), str(path), "SHA-256")
+        refused(lambda: Session(bundle_copy), str(path), "SHA-256")
 
     @pytest.mark.parametrize("graph", [0, 1])
-    def test_a_missing_graph(self, own: Path, graph: int) -> None:
-        (own / f"stage{graph}.onnx").unlink()
-        refused(lambda: Session(own), f"stage{graph}.onnx", "does not exist")
+    def test_a_missing_graph(self, bundle_copy: Path, graph: int) -> None:
+        (bundle_copy / f"stage{graph}.onnx").unlink()
+        refused(lambda: Session(bundle_copy), f"stage{graph}.onnx", "does not exist")
 
-    def test_no_bundle_at_all(self, own: Path, tmp_path: Path) -> None:
-        (own / "manifest.json").unlink()
-        for path in (own, tmp_path / "nowhere", own / "stage0.onnx"):
+    def test_no_bundle_at_all(self, bundle_copy: Path, tmp_path: Path) -> None:
+        (bundle_copy / "manifest.json").unlink()
+        for path in (bundle_copy, tmp_path / "nowhere", bundle_copy / "stage0.onnx"):
             refused(lambda path=path: Session(path), str(path), "is not a bundle")
 
     @pytest.mark.parametrize(
@@ -330,39 +330,39 @@ class TestBundleRefused:
             ("opset", None, "opset None"),
         ],
     )
-    def test_a_manifest_of_something_else(self, own: Path, name: str, value: Any, words: str) -> None:
-        rewrite(own, manifest(own) | {name: value})
-        refused(lambda: Session(own), str(own / "manifest.json"), words)
+    def test_a_manifest_of_something_else(self, bundle_copy: Path, name: str, value: Any, words: str) -> None:
+        rewrite(bundle_copy, manifest(bundle_copy) | {name: value})
+        refused(lambda: Session(bundle_copy), str(bundle_copy / "manifest.json"), words)
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"format": NaN', "[" * 100_000])
-    def test_a_manifest_that_is_no_object(self, own: Path, text: str) -> None:
-        (own / "manifest.json").write_text(text)
-        refused(lambda: Session(own), str(own / "manifest.json"))
+    def test_a_manifest_that_is_no_object(self, bundle_copy: Path, text: str) -> None:
+        (bundle_copy / "manifest.json").write_text(text)
+        refused(lambda: Session(bundle_copy), str(bundle_copy / "manifest.json"))
 
-    def test_a_manifest_that_is_not_text(self, own: Path) -> None:
-        (own / "manifest.json").write_bytes(b"\xff\xfe\x00")
-        refused(lambda: Session(own), str(own / "manifest.json"))
+    def test_a_manifest_that_is_not_text(self, bundle_copy: Path) -> None:
+        (bundle_copy / "manifest.json").write_bytes(b"\xff\xfe\x00")
+        refused(lambda: Session(bundle_copy), str(bundle_copy / "manifest.json"))
 
     @pytest.mark.parametrize(
         "name",
         ["../x.onnx", "/tmp/x.onnx", "a/x.onnx", "..\\x.onnx", "x.onnx\n", ".onnx", "stage0", "", None, 3, ["x"]],
     )
-    def test_a_file_name_that_could_leave_the_folder(self, own: Path, name: Any) -> None:
-        data = manifest(own)
-        shutil.copy(own / "stage0.onnx", own.parent / "x.onnx")
+    def test_a_file_name_that_could_leave_the_folder(self, bundle_copy: Path, name: Any) -> None:
+        data = manifest(bundle_copy)
+        shutil.copy(bundle_copy / "stage0.onnx", bundle_copy.parent / "x.onnx")
         data["graphs"][0]["file"] = name
-        rewrite(own, data)
-        refused(lambda: Session(own), str(own / "manifest.json"))
+        rewrite(bundle_copy, data)
+        refused(lambda: Session(bundle_copy), str(bundle_copy / "manifest.json"))
 
-    def test_missing_entries_are_named(self, own: Path) -> None:
-        data = manifest(own)
+    def test_missing_entries_are_named(self, bundle_copy: Path) -> None:
+        data = manifest(bundle_copy)
         for name in data:
-            rewrite(own, {key: value for key, value in data.items() if key != name})
-            refused(lambda name=name: Session(own), str(own / "manifest.json"), name)
+            rewrite(bundle_copy, {key: value for key, value in data.items() if key != name})
+            refused(lambda name=name: Session(bundle_copy), str(bundle_copy / "manifest.json"), name)
         for name in data["graphs"][0]:
             graph = {key: value for key, value in data["graphs"][0].items() if key != name}
-            rewrite(own, data | {"graphs": [graph, data["graphs"][1]]})
-            refused(lambda name=name: Session(own), str(own / "manifest.json"), name)
+            rewrite(bundle_copy, data | {"graphs": [graph, data["graphs"][1]]})
+            refused(lambda name=name: Session(bundle_copy), str(bundle_copy / "manifest.json"), name)
 
     @pytest.mark.parametrize(
         "change",
@@ -378,9 +378,9 @@ class TestBundleRefused:
             {"memory": "state"},
         ],
     )
-    def test_entries_that_contradict_each_other(self, own: Path, change: dict[str, Any]) -> None:
-        rewrite(own, manifest(own) | change)
-        refused(lambda: Session(own), str(own / "manifest.json"))
+    def test_entries_that_contradict_each_other(self, bundle_copy: Path, change: dict[str, Any]) -> None:
+        rewrite(bundle_copy, manifest(bundle_copy) | change)
+        refused(lambda: Session(bundle_copy), str(bundle_copy / "manifest.json"))
 
 
 def replace_graph(folder: Path, exit: int, graph: bytes) -> Path:
@@ -397,28 +397,28 @@ class TestGraphRefusedByOnnxruntime:
     """Graphs that agree with the hash in the manifest, but that onnxruntime must not run."""
 
     @pytest.mark.parametrize("opset", [1000, 2**31 - 1])
-    def test_an_opset_that_is_too_new(self, own: Path, opset: int) -> None:
-        model = onnx.load_model(own / "stage1.onnx")
+    def test_an_opset_that_is_too_new(self, bundle_copy: Path, opset: int) -> None:
+        model = onnx.load_model(bundle_copy / "stage1.onnx")
         assert [entry.version for entry in model.opset_import if not entry.domain] == [OPSET]
         for entry in model.opset_import:
             entry.version = opset
-        path = replace_graph(own, 1, model.SerializeToString())
-        message = refused(lambda: Session(own), f"{path} cannot be run by onnxruntime", f"Opset {opset}")
+        path = replace_graph(bundle_copy, 1, model.SerializeToString())
+        message = refused(lambda: Session(bundle_copy), f"{path} cannot be run by onnxruntime", f"Opset {opset}")
         assert "::" not in message  # no C++ signatures
 
     @pytest.mark.parametrize("imported", [False, True])
-    def test_an_operator_of_a_custom_domain(self, own: Path, imported: bool) -> None:
-        model = onnx.load_model(own / "stage0.onnx")
+    def test_an_operator_of_a_custom_domain(self, bundle_copy: Path, imported: bool) -> None:
+        model = onnx.load_model(bundle_copy / "stage0.onnx")
         model.graph.node[0].domain = "com.example"
         if imported:
             model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
-        path = replace_graph(own, 0, model.SerializeToString())
-        refused(lambda: Session(own), f"{path} cannot be run by onnxruntime", "com.example")
+        path = replace_graph(bundle_copy, 0, model.SerializeToString())
+        refused(lambda: Session(bundle_copy), f"{path} cannot be run by onnxruntime", "com.example")
 
     @pytest.mark.parametrize("data", [b"", b"nonsense", b"\x80" * 50, bytes(range(256)), b"\x42\xff\xff\xff\xff\x0f"])
-    def test_a_file_that_is_not_a_graph(self, own: Path, data: bytes) -> None:
-        path = replace_graph(own, 0, data)
-        refused(lambda: Session(own), f"{path} cannot be run by onnxruntime", "protobuf")
+    def test_a_file_that_is_not_a_graph(self, bundle_copy: Path, data: bytes) -> None:
+        path = replace_graph(bundle_copy, 0, data)
+        refused(lambda: Session(bundle_copy), f"{path} cannot be run by onnxruntime", "protobuf")
 
 
 class TestManifest:
@@ -426,9 +426,9 @@ class TestManifest:
         clf, path = bundle("by variance")
         found = Manifest.load(path)
         assert found.policy == clf.policy
-        assert found.preprocessing == COLOURS
+        assert found.preprocessing == COLOR_PREPROCESSING
         assert found.classes == CLASSES
-        assert found.costs == clf.costs_of(colours(1))
+        assert found.costs == clf.costs_of(color_images(1))
         assert (found.inputs, found.num_classes, found.memory, found.method) == (
             (InputSpec("image", SHAPE),),
             5,
@@ -445,22 +445,22 @@ class TestManifest:
         for path in bundle(kind)[1].glob("*.onnx"):
             model = onnx.load(path)
             onnx.checker.check_model(model)
-            assert {each.domain: each.version for each in model.opset_import}[""] == OPSET
+            assert {entry.domain: entry.version for entry in model.opset_import}[""] == OPSET
 
     @pytest.mark.slow
-    def test_any_value_of_a_wrong_kind_is_refused_or_harmless(self, own: Path) -> None:
-        """Never any other error: not when it is read, and not when the session that came of it runs."""
-        data, images = manifest(own), colours(6).numpy()
+    def test_any_value_of_a_wrong_kind_is_refused_or_harmless(self, bundle_copy: Path) -> None:
+        """Loading and running raise no other error than `InputError`."""
+        data, images = manifest(bundle_copy), color_images(6).numpy()
         wrong, count = [], 0
         for other in changed(data, WRONG, depth=4):
-            rewrite(own, other)
+            rewrite(bundle_copy, other)
             try:
-                Session(own, threads=1)(images)
+                Session(bundle_copy, threads=1)(images)
             except ew.InputError as error:
                 count += 1
-                if "\n" in str(error) or str(own) not in str(error):
+                if "\n" in str(error) or str(bundle_copy) not in str(error):
                     wrong.append(f"{difference(data, other)}: {error}")
-            except Exception as error:  # what the test is about
+            except Exception as error:  # the test collects these
                 wrong.append(f"{difference(data, other)}: {type(error).__name__} {error}")
         assert count > 200
         assert not wrong, "\n".join(wrong)
@@ -480,13 +480,13 @@ class TestManifest:
         ],
     )
     def test_names_that_the_graphs_do_not_have_are_refused_at_once(
-        self, own: Path, graph: int, part: str, names: list[str]
+        self, bundle_copy: Path, graph: int, part: str, names: list[str]
     ) -> None:
-        data = manifest(own)
+        data = manifest(bundle_copy)
         assert data["graphs"][0]["outputs"] == ["next.0", "probs", "variance", "drawn"]
         data["graphs"][graph][part] = names
-        rewrite(own, data)
-        refused(lambda: Session(own, threads=1), str(own))
+        rewrite(bundle_copy, data)
+        refused(lambda: Session(bundle_copy, threads=1), str(bundle_copy))
 
     @pytest.mark.parametrize(
         "change",
@@ -501,20 +501,20 @@ class TestManifest:
         ],
     )
     def test_a_manifest_that_does_not_fit_its_graphs_is_refused_at_once(
-        self, own: Path, change: dict[str, Any]
+        self, bundle_copy: Path, change: dict[str, Any]
     ) -> None:
-        """Not only when it runs."""
-        rewrite(own, manifest(own) | change)
-        refused(lambda: Session(own, threads=1), str(own))
+        """The error must come before the first batch."""
+        rewrite(bundle_copy, manifest(bundle_copy) | change)
+        refused(lambda: Session(bundle_copy, threads=1), str(bundle_copy))
 
-    def test_graphs_in_another_order_are_refused(self, own: Path) -> None:
-        data = manifest(own)
-        rewrite(own, data | {"graphs": data["graphs"][::-1]})
-        refused(lambda: Session(own, threads=1)(colours(3).numpy()))
+    def test_graphs_in_another_order_are_refused(self, bundle_copy: Path) -> None:
+        data = manifest(bundle_copy)
+        rewrite(bundle_copy, data | {"graphs": data["graphs"][::-1]})
+        refused(lambda: Session(bundle_copy, threads=1)(color_images(3).numpy()))
 
 
 def difference(a: Any, b: Any) -> str:
-    """Where two manifests differ, and what is there now."""
+    """Return the path of the first difference of two manifests, with the new value."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in a:
             if key not in b:
@@ -531,17 +531,17 @@ def difference(a: Any, b: Any) -> str:
 class TestSession:
     def test_another_policy(self, bundle: Bundle) -> None:
         clf, path = bundle("exact, by entropy")
-        images = colours(65)
+        images = color_images(65)
         preds = simulated(clf.net, clf.calibration, images)
-        for score in ("entropy", "confidence"):  # the graphs serve both
+        for score in ("entropy", "confidence"):  # the same graphs work for both
             policy = ew.Policy((float(np.quantile(exit_scores(preds, score)[0], 0.8)), -inf), score)
-            said = Session(path, threads=1, policy=policy)(images.numpy())
-            assert_as_simulated(policy, preds, said.exits, said.probs, CLOSE)
-            assert 5 < (said.exits == 0).sum() < 30
+            pred = Session(path, threads=1, policy=policy)(images.numpy())
+            assert_as_simulated(policy, preds, pred.exits, pred.probs, CLOSE)
+            assert 5 < (pred.exits == 0).sum() < 30
         slow = ew.Policy((inf, -inf), unit="ms", costs=(1.0, 5.0))
-        said = Session(path, threads=1, policy=slow)(images.numpy())
-        assert said.unit == "ms"
-        assert said.costs.tolist() == [5.0] * 65
+        pred = Session(path, threads=1, policy=slow)(images.numpy())
+        assert pred.unit == "ms"
+        assert pred.costs.tolist() == [5.0] * 65
 
     @pytest.mark.parametrize(
         ("policy", "words"),
@@ -568,35 +568,37 @@ class TestSession:
 
 
 def stub(graph: nn.Module, inputs: list[Tensor], file: Path, *_: Any) -> None:
-    """In the place of a real export, which takes seconds."""
+    """Replace a real export, which takes seconds."""
     file.write_bytes(b"a graph")
 
 
 class TestExport:
-    def test_an_existing_bundle_is_replaced_only_with_force(self, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_existing_bundle_is_replaced_only_with_force(
+        self, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(exporting, "_write_graph", stub)
-        (own / "notes.txt").write_text("of the old one")
-        before, clf = contents(own), colour_classifier(VANILLA)
-        refused(lambda: clf.export(own), str(own), "already holds a bundle")
-        assert contents(own) == before
-        clf.export(own, force=True)
-        assert {path.name for path in own.iterdir()} == {"manifest.json", "stage0.onnx", "stage1.onnx"}
-        assert (own / "stage1.onnx").read_bytes() == b"a graph"
-        assert [path.name for path in own.parent.iterdir()] == [own.name]
-        assert Manifest.load(own).method == VANILLA
+        (bundle_copy / "notes.txt").write_text("of the old one")
+        before, clf = contents(bundle_copy), color_classifier(VANILLA)
+        refused(lambda: clf.export(bundle_copy), str(bundle_copy), "already holds a bundle")
+        assert contents(bundle_copy) == before
+        clf.export(bundle_copy, force=True)
+        assert {path.name for path in bundle_copy.iterdir()} == {"manifest.json", "stage0.onnx", "stage1.onnx"}
+        assert (bundle_copy / "stage1.onnx").read_bytes() == b"a graph"
+        assert [path.name for path in bundle_copy.parent.iterdir()] == [bundle_copy.name]
+        assert Manifest.load(bundle_copy).method == VANILLA
 
     @pytest.mark.parametrize("force", [False, True])
     def test_a_folder_of_something_else_is_never_replaced(self, tmp_path: Path, force: bool) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
         before = contents(tmp_path)
-        clf = colour_classifier(VANILLA)
+        clf = color_classifier(VANILLA)
         refused(lambda: clf.export(tmp_path, force=force), str(tmp_path), "is not a bundle")
         assert contents(tmp_path) == before
 
     @pytest.mark.parametrize("force", [False, True])
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_one_that_fails_half_way_leaves_nothing_behind(
-        self, own: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], force: bool
+        self, bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], force: bool
     ) -> None:
         def fail_at_the_second(graph: nn.Module, inputs: list[Tensor], file: Path, *rest: Any) -> None:
             if file.name == "stage1.onnx":
@@ -605,21 +607,27 @@ class TestExport:
             stub(graph, inputs, file, *rest)
 
         monkeypatch.setattr(exporting, "_write_graph", fail_at_the_second)
-        before = contents(own.parent)
-        target = own if force else own.parent / "new" / "bundle"
+        before = contents(bundle_copy.parent)
+        target = bundle_copy if force else bundle_copy.parent / "new" / "bundle"
         with pytest.raises(error):
-            colour_classifier(VANILLA).export(target, force=force)
-        assert contents(own.parent) == before
+            color_classifier(VANILLA).export(target, force=force)
+        assert contents(bundle_copy.parent) == before
 
     def test_the_shape_of_an_image_must_be_known(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exporting, "_write_graph", stub)
-        clf = colour_classifier(VANILLA)
+        clf = color_classifier(VANILLA)
         clf.preprocessing = None
         refused(lambda: clf.export(tmp_path / "a"), "give some images as `example`")
-        for wrong in (colours(1).numpy(), colours(0), torch.zeros(3), torch.zeros(2, *SHAPE).byte(), "cat.png"):
+        for wrong in (
+            color_images(1).numpy(),
+            color_images(0),
+            torch.zeros(3),
+            torch.zeros(2, *SHAPE).byte(),
+            "cat.png",
+        ):
             refused(lambda wrong=wrong: clf.export(tmp_path / "a", example=wrong), "`example`")
         assert not list(tmp_path.iterdir())
-        clf.export(tmp_path / "a", example=colours(1))
+        clf.export(tmp_path / "a", example=color_images(1))
         assert Manifest.load(tmp_path / "a").inputs == (InputSpec("image", SHAPE),)
         assert Manifest.load(tmp_path / "a").preprocessing is None
 
@@ -643,16 +651,16 @@ assert importlib.util.find_spec("torch") is None, "torch is here"
 from exitwise.runtime.onnx import Session
 session = Session(sys.argv[1], threads=1)
 images = np.load(sys.argv[2])
-said = session(images)
+pred = session(images)
 streamed = [answer.exit for answer in session.stream(images, batch_size=5)]
 assert "torch" not in sys.modules
-print(json.dumps({**said.to_dict(), "streamed": streamed, "repr": repr(said)}))
+print(json.dumps({**pred.to_dict(), "streamed": streamed, "repr": repr(pred)}))
 """
 
 
 @pytest.mark.slow
 def test_a_bundle_runs_where_torch_is_not_installed(bundle: Bundle, tmp_path: Path) -> None:
-    """In an environment of its own: the package alone, NumPy and onnxruntime."""
+    """A new environment has only the package, NumPy and onnxruntime."""
     clf, path = bundle("MSDNet")
     python = tmp_path / "venv" / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
@@ -668,8 +676,8 @@ def test_a_bundle_runs_where_torch_is_not_installed(bundle: Bundle, tmp_path: Pa
     command = [str(python), "-c", SCRIPT, str(path), str(tmp_path / "images.npy")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    pred = json.loads(done.stdout)
     preds = simulated(clf.net, clf.calibration, images)
-    assert_as_simulated(clf.policy, preds, said["exits"], said["probs"], CLOSE)
-    assert_as_simulated(clf.policy, preds, said["streamed"], said["probs"], CLOSE)
-    assert said["repr"].startswith("Prediction(30 images")
+    assert_as_simulated(clf.policy, preds, pred["exits"], pred["probs"], CLOSE)
+    assert_as_simulated(clf.policy, preds, pred["streamed"], pred["probs"], CLOSE)
+    assert pred["repr"].startswith("Prediction(30 images")

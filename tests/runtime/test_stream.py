@@ -1,4 +1,4 @@
-"""Streams: the answers of a batch, in the order of the images, whatever comes between them."""
+"""Streams give the answers of a batch in the order of the images, even with bad images among them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ from exitwise.runtime import engine
 
 pytestmark = pytest.mark.numerical
 
-POOL = 64  # survivors that the deep stages wait for at least
+POOL = 64  # minimum number of active samples that later stages wait for
 
 
 def answered(clf: ew.Classifier, images: Any, **options: Any) -> list[ew.Answer]:
@@ -75,7 +75,7 @@ class TestAsABatch:
     )
     @pytest.mark.parametrize("optimized", [False, True])
     def test_what_earlier_exits_said_goes_along(self, method: str, score: str, optimized: bool) -> None:
-        """Survivors of several batches carry the ensemble, or every draw of it, into the pools."""
+        """Pools join the ensemble states (probabilities or draws) and score states of several batches."""
         clf, images = classifier(method, score), some_images(200)
         preds = simulated(clf.net, clf.calibration, images)
         clf = clf.optimize() if optimized else clf
@@ -111,20 +111,20 @@ class TestAsABatch:
         assert [answer.exit for answer in second] == expected[::-1]
 
 
-Sample = tuple[int, int]  # who it is, and the exit that it leaves at
+Sample = tuple[int, int]  # its index, and the exit that it takes
 
 
 class Scripted:
-    """A backend in which every image says where it leaves, and whose probabilities say whose they are."""
+    """A backend whose images hold the exit that they take, and whose probabilities encode the image's index."""
 
     num_exits = 4
     num_classes = 3
     costs = (1.0, 2.0, 3.0, 4.0)
 
     def __init__(self) -> None:
-        self.runs: list[tuple[int, int, bool]] = []  # exit, size of the batch, whether the images had ended
+        self.runs: list[tuple[int, int, bool]] = []  # exit, batch size, whether the images were exhausted
         self.ended = False
-        self.live = self.most = 0
+        self.live = self.max_live = 0
 
     def describe(self, image: Any) -> str:
         if not isinstance(image, tuple):
@@ -132,30 +132,30 @@ class Scripted:
         return "a sample"
 
     def check(self, image: Any) -> None:
-        """Any will do."""
+        """Accept any image."""
 
     def stack(self, images: Sequence[Sample]) -> Array:
         return np.array(images)
 
     def start(self, images: Array) -> Array:
         self.live += len(images)
-        self.most = max(self.most, self.live)
+        self.max_live = max(self.max_live, self.live)
         return images
 
     def run(self, exit: int, state: Array) -> tuple[Array, ExitPrediction]:
         self.runs.append((exit, len(state), self.ended))
-        assert (state[:, 1] >= exit).all()  # nobody comes further than its exit
-        who, leaves = state[:, 0] / 1e6, state[:, 1] == exit
-        sure, unsure = np.stack([1 - who, who, 0 * who], axis=1), np.full((len(state), 3), 1 / 3)
-        self.live -= int(leaves.sum())
-        return state, ExitPrediction.from_probs(np.where(leaves[:, None], sure, unsure))
+        assert (state[:, 1] >= exit).all()  # no sample runs beyond its exit
+        encoded, exits_here = state[:, 0] / 1e6, state[:, 1] == exit
+        sure, unsure = np.stack([1 - encoded, encoded, 0 * encoded], axis=1), np.full((len(state), 3), 1 / 3)
+        self.live -= int(exits_here.sum())
+        return state, ExitPrediction.from_probs(np.where(exits_here[:, None], sure, unsure))
 
     def take(self, state: Array, rows: Array) -> Array:
         return state[rows]
 
-    def compact(self, state: Array, gone: Array) -> tuple[Array, Array]:
-        """In an order of its own, as any backend may."""
-        rows = np.flatnonzero(~gone)[::-1]
+    def compact(self, state: Array, exited: Array) -> tuple[Array, Array]:
+        """Reverse the active rows: a backend chooses their order."""
+        rows = np.flatnonzero(~exited)[::-1]
         return state[rows], rows
 
     def join(self, states: Sequence[Array]) -> Array:
@@ -169,14 +169,14 @@ class Scripted:
 
 
 RULE = ew.Policy((0.9, 0.9, 0.9, -inf))
-# Mostly exits, now and then something that is no image.
+# Mostly exits, sometimes something that is not an image.
 patterns = st.lists(st.sampled_from([0, 0, 0, 1, 1, 2, 3, None]), max_size=400)
 
 
 def play(
     pattern: Sequence[int | None], batch_size: int, window: int | None, pooled: bool = True
 ) -> tuple[Scripted, list[ew.Answer]]:
-    """Run a script; what must hold of every stream is checked on the way."""
+    """Run a stream of scripted images and check the invariants of every stream."""
     backend = Scripted()
     given_out: list[ew.Answer] = []
     limit = window or 64 * max(batch_size, POOL)
@@ -190,7 +190,7 @@ def play(
     for answer in engine.stream(backend, RULE, images(), batch_size, window, pooled):
         given_out.append(answer)
     assert backend.live == 0
-    assert backend.most <= limit
+    assert backend.max_live <= limit
     assert [answer.index for answer in given_out] == list(range(len(pattern)))
     for answer, exit in zip(given_out, pattern, strict=True):
         if exit is None:
@@ -226,7 +226,7 @@ class TestOrder:
             assert set(backend.sizes(exit, ended=False)) == {full}
             rest = backend.sizes(exit, ended=True)
             assert all(size == full for size in rest[:-1])
-            assert sum(size for k, size, _ in backend.runs if k == exit) == sum(leaves >= exit for leaves in pattern)
+            assert sum(size for k, size, _ in backend.runs if k == exit) == sum(taken >= exit for taken in pattern)
 
     @pytest.mark.parametrize("batch_size", [1, 8, 100])
     def test_unpooled_every_batch_runs_to_its_end(self, batch_size: int) -> None:
@@ -235,7 +235,7 @@ class TestOrder:
         expected = []
         for first in range(0, 300, batch_size):
             batch = pattern[first : first + batch_size]
-            sizes = [sum(leaves >= exit for leaves in batch) for exit in range(4)]
+            sizes = [sum(taken >= exit for taken in batch) for exit in range(4)]
             expected += [(exit, size) for exit, size in enumerate(sizes) if size]
         assert [(exit, size) for exit, size, _ in backend.runs] == expected
 
@@ -243,11 +243,11 @@ class TestOrder:
         pattern = ([0] * 9 + [3]) * 200
         pooled, plain = (play(pattern, 10, None, pooled)[0] for pooled in (True, False))
         deep = [sum(exit == 3 for exit, _, _ in backend.runs) for backend in (pooled, plain)]
-        assert deep == [4, 200]  # 200 samples in batches of 64, or one by one
+        assert deep == [4, 200]  # 200 samples in batches of 64, or of one
 
     @pytest.mark.parametrize("window", [1, 10, 64, 1000])
     def test_a_sample_that_nobody_joins_holds_the_others_up_for_a_window(self, window: int) -> None:
-        """It waits in a pool; the answers behind it wait for it, but no longer than that."""
+        """It waits in a pool, and later answers wait for it, but at most for a window."""
         pattern = [3] + [0] * 3000
         backend = Scripted()
         taken = 0
@@ -317,7 +317,7 @@ class TestLazy:
 
 
 def good_and_bad(clf: ew.Classifier, bad: Any, where: int, **options: Any) -> str:
-    """Put something among ten good images; the error of its answer. All others are unharmed."""
+    """Insert a bad item into ten good images, check the answers of these, and return the error of the bad one."""
     images = some_images(10)
     expected = clf(images)
     items: list[Any] = list(images)
@@ -361,7 +361,7 @@ OTHER_IMAGES = [
 
 @cache
 def shared() -> ew.Classifier:
-    """One that has counted its costs."""
+    """Return a classifier that has already run a batch."""
     clf = classifier()
     clf(some_images(1))
     return clf
@@ -384,7 +384,7 @@ class TestErrors:
         ids=["channels", "dimensions", "number", "whole numbers", "list"],
     )
     def test_a_first_image_that_the_net_cannot_take_does_not_end_the_stream(self, bad: Any) -> None:
-        """Nothing says of what kind images are but the first that the net can take."""
+        """The first image that the net can take defines the shape of the others."""
         answers = answered(shared(), [bad, *some_images(10)], batch_size=4)
         assert len(answers) == 11
         assert answers[0].error
@@ -398,7 +398,7 @@ class TestErrors:
         good_and_bad(classifier(preprocessing=BYTES), bad, 0)
 
     def test_one_that_overflows_at_a_later_exit(self) -> None:
-        """Behind the first stage, which it passes among others."""
+        """It passes the first stage in a batch with others."""
         torch.manual_seed(0)
         stages = [nn.Identity(), nn.Linear(6, 6)]
         net = ew.MultiExitNet(stages, [ew.Head(nn.Sigmoid(), nn.Linear(6, 3)), ew.Head(nn.ReLU(), nn.Linear(6, 3))])
@@ -416,7 +416,7 @@ class TestErrors:
         assert torch.allclose(torch.tensor(np.stack([answers[k].probs for k in rest])), expected.probs[rest], atol=1e-5)
 
     def test_many_of_them(self) -> None:
-        """Bad ones in a row, at the beginning and at the end, more than the window is long."""
+        """More bad images than the window holds, at the beginning, in the middle and at the end."""
         clf, images = classifier(), some_images(30)
         expected = clf(images).exits.tolist()
         bad = [ew.InputError("unreadable")] * 9
@@ -436,14 +436,14 @@ class TestErrors:
         refused(lambda: classifier().stream([], batch_size=None), "`batch_size`")  # type: ignore[arg-type]
 
 
-def test_those_who_wait_longest_go_first() -> None:
+def test_samples_that_wait_longest_run_first() -> None:
     pool: engine._PendingPool[Array] = engine._PendingPool()
     for start in (0, 5, 10):
         ids = np.arange(start, start + 5)
         pool.add(np.stack([ids, ids], axis=1), engine.ActiveSamples(ids, np.stack([ids, -ids], axis=1)))
     backend = Scripted()
-    for most, expected, waiting in ((7, range(7), 8), (100, range(7, 15), 0)):
-        state, samples = pool.take(backend, most)
+    for max_size, expected, waiting in ((7, range(7), 8), (100, range(7, 15), 0)):
+        state, samples = pool.take(backend, max_size)
         assert samples.ids.tolist() == state[:, 0].tolist() == list(expected)
         assert samples.score_state is not None
         assert samples.score_state[:, 1].tolist() == [-index for index in expected]
@@ -451,7 +451,7 @@ def test_those_who_wait_longest_go_first() -> None:
 
 
 def steered(score: str = "confidence", share: float = 0.6) -> tuple[ew.Classifier, ew.BudgetController]:
-    """The tiny net with a policy that spends a share of the full cost on its own pictures, and a controller for it."""
+    """Return the tiny net with a policy that spends a share of the full cost, and a controller for it."""
     (net, trace), calibration = tiny(), calibrated(OURS)
     budget = share * trace.costs.values[-1]
     policy = ew.fit_policy(
@@ -461,33 +461,33 @@ def steered(score: str = "confidence", share: float = 0.6) -> tuple[ew.Classifie
 
 
 def grey(n: int, seed: int = 0) -> Tensor:
-    """Noise without any pattern, which no classifier here was fitted on."""
+    """Return noise images, unlike those that the classifiers were fitted on."""
     return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(seed)) * 3 - 1
 
 
 def by_hand(clf: Any, controller: ew.BudgetController, images: Tensor, batch_size: int) -> tuple[list[int], np.ndarray]:
-    """Exits and probabilities of the loop that the controller's documentation shows."""
+    """Return exits and probabilities of the loop in the controller's documentation."""
     exits: list[int] = []
     probs = []
     for batch in images.split(batch_size):
         clf.policy = controller.policy
-        said = clf(batch)
-        exits += said.exits.tolist()
-        probs.append(np.asarray(said.probs))
-        known = controller.base_policy.score == "confidence"
-        controller.update(said.exits, np.asarray(said.probs).max(axis=1) if known else None)
+        pred = clf(batch)
+        exits += pred.exits.tolist()
+        probs.append(np.asarray(pred.probs))
+        on_confidence = controller.base_policy.score == "confidence"
+        controller.update(pred.exits, np.asarray(pred.probs).max(axis=1) if on_confidence else None)
     return exits, np.concatenate(probs)
 
 
 class Steered(Scripted):
-    """Writes down what a controller had heard when each batch began; a sample that leaves at BROKEN is not finite."""
+    """Record the samples that a controller knew before each batch; a sample with exit BROKEN is non-finite."""
 
     BROKEN = 9
 
     def __init__(self, controller: ew.BudgetController) -> None:
         super().__init__()
         self.controller = controller
-        self.begun: list[tuple[int, int]] = []  # how many good ones are in the batches before, and how many were heard
+        self.begun: list[tuple[int, int]] = []  # good samples in earlier batches, samples the controller knew
         self.good = 0
 
     def start(self, images: Array) -> Array:
@@ -496,9 +496,9 @@ class Steered(Scripted):
         return images
 
     def run(self, exit: int, state: Array) -> tuple[Array, ExitPrediction]:
-        state, said = super().run(exit, state)
-        said.probs[state[:, 1] == self.BROKEN] = np.nan
-        return state, said
+        state, pred = super().run(exit, state)
+        pred.probs[state[:, 1] == self.BROKEN] = np.nan
+        return state, pred
 
 
 class TestController:
@@ -515,7 +515,7 @@ class TestController:
         assert np.stack([np.asarray(answer.probs) for answer in answers]) == pytest.approx(probs, abs=1e-6)
         assert controller.state == mine.state
         assert controller.state.samples == 160
-        assert clf.policy is controller.base_policy  # the classifier itself is left as it was
+        assert clf.policy is controller.base_policy  # the classifier is unchanged
         assert controller.policy.thresholds != controller.base_policy.thresholds
 
     def test_images_that_are_none_change_nothing_for_the_others(self) -> None:
@@ -524,8 +524,8 @@ class TestController:
         images = grey(120)
         bad = [ew.InputError("unreadable"), torch.zeros(1, 8, 9), None, *[ew.InputError("gone")] * 30]
         items: list[Any] = list(images)
-        for number, each in enumerate(bad):
-            items.insert(number * 37 % len(items), each)
+        for k, item in enumerate(bad):
+            items.insert(k * 37 % len(items), item)
         answers = answered(clf, [*bad[:1], *items, *bad[:2]], batch_size=8, controller=controller)
         assert sum(answer.error is not None for answer in answers) == len(bad) + 3
         exits, _ = by_hand(other, mine, images, 8)
@@ -569,7 +569,7 @@ class TestController:
     @pytest.mark.parametrize("share", [0.4, 0.8])
     @pytest.mark.slow_after_first
     def test_the_budget_is_kept_on_images_that_nothing_was_fitted_on(self, share: float, strength: float) -> None:
-        """Faint noise would cost far more than pictures do, strong noise far less."""
+        """Weak noise costs far more than the fitted images, strong noise far less."""
         clf, controller = steered(share=share)
         images = grey(1920) * strength
         alone = clf(images).mean_cost
@@ -626,7 +626,7 @@ class TestController:
 
 @pytest.mark.slow
 def test_a_session_is_steered_as_a_classifier_is(tmp_path: Path) -> None:
-    """By a bundle, on numbers that nothing was fitted on."""
+    """A bundle keeps the budget on inputs unlike those that it was fitted on."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     from exitwise.runtime.onnx import Session

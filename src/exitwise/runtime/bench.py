@@ -256,7 +256,7 @@ def _time_stages(target: BenchTarget, batch: Any, exits: int) -> list[float]:
     for exit in range(exits):
         start = time.perf_counter()
         state, pred = backend.run(exit, state)
-        policy.stops(exit, pred, None)
+        policy.exit_mask(exit, pred, None)
         seconds.append(time.perf_counter() - start)
     return seconds
 

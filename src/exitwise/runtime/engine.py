@@ -121,7 +121,7 @@ def run_exit(
     """
     state, pred = backend.run(exit, state)
     non_finite = np.asarray(~np.isfinite(pred.probs).all(axis=1))
-    exits_here, score_state = policy.stops(exit, pred, samples.score_state)
+    exits_here, score_state = policy.exit_mask(exit, pred, samples.score_state)
     exits_here |= non_finite
     exited = ExitedSamples(samples.ids[exits_here], pred.probs[exits_here], exit, non_finite[exits_here])
     samples = ActiveSamples(samples.ids, score_state)
