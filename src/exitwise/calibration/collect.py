@@ -1,7 +1,7 @@
 """One pass of the net over each split: keep the features of val and test, and only curvature sums of train."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,8 @@ from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import distributed
 from exitwise.core.checks import check_choice
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
-from exitwise.core.nested import first_sample
+from exitwise.core.errors import InputError, net_input_errors
+from exitwise.core.nested import describe, first_sample
 from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, preserve_training_mode
@@ -116,7 +116,8 @@ def _inference_mode(net: MultiExitNet) -> Iterator[None]:
 
 def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int) -> list[Tensor]:
     """Compute the features K x (m, p_k) of a batch whose first sample is number `start` of split `name`."""
-    features = net.features(images)
+    with nullcontext() if start else net_input_errors(describe(images)):  # unsuitable inputs fail in the first batch
+        features = net.features(images)
     for k, x in enumerate(features):
         if x.dim() != 2:
             raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")
