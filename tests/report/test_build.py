@@ -1,4 +1,4 @@
-"""The report's data: every number against the library's own functions or a plain loop, and what is refused."""
+"""The report's data: compare every number with the library's functions or with a loop, and check what is refused."""
 
 import csv
 import json
@@ -38,32 +38,33 @@ from exitwise.core.files import write_json
 from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, make_paper_tables
 from exitwise.policies.policy import sweep
 from exitwise.report import budget_explorer, images, live, page, uncertainty
-from exitwise.report.build import Report, ReportOptions, build, training_report
+from exitwise.report.build import Report, ReportOptions, build_report, training_report
 from exitwise.runs.run import Run
 from exitwise.training.history import EpochRecord, History
 
 pytestmark = pytest.mark.numerical
 
-SETTINGS: dict[str, Any] = {"samples": 7, "seed": 3, "mode": "exact"}  # not the defaults: saved calibrations count
+# Not the defaults, so that saved calibrations differ from new ones.
+SETTINGS: dict[str, Any] = {"samples": 7, "seed": 3, "mode": "exact"}
 MS = ew.Costs((2.0, 3.0, 7.3), "ms")
 THRESHOLDS = (0.5, 0.5, float("-inf"))
 
 
 @cache
-def predicted(cal: ew.Calibration, split: Any) -> Any:
+def predict_cached(cal: ew.Calibration, split: Any) -> Any:
     return cal.predict(split)
 
 
-def of_test(trace: ew.Trace) -> Any:
+def get_test(trace: ew.Trace) -> Any:
     assert trace.test is not None
     return trace.test
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """A run, its trace, its report, and both calibrations that the report is about, made by the library."""
+class ReportedRun:
+    """A run, its trace and its report, and the calibrations of both models as the library computes them."""
 
-    place: Path
+    path: Path
     trace: ew.Trace
     report: Report
     cals: dict[str, ew.Calibration]
@@ -74,38 +75,38 @@ class Made:
 
     @property
     def labels(self) -> list[int]:
-        found: list[int] = of_test(self.trace).labels.tolist()
-        return found
+        labels: list[int] = get_test(self.trace).labels.tolist()
+        return labels
 
-    def said(self, side: str) -> tuple[np.ndarray, list[list[int]], np.ndarray]:
-        """What the exits say of the test samples: probabilities (K, n, c), classes and confidences (K, n)."""
-        preds = predicted(self.cals[side], of_test(self.trace))
+    def predictions(self, model: str) -> tuple[np.ndarray, list[list[int]], np.ndarray]:
+        """Return probabilities (K, n, c), predicted classes (K, n) and confidences (K, n) of the test samples."""
+        preds = predict_cached(self.cals[model], get_test(self.trace))
         probs = np.stack([exit.probs for exit in preds.exits()])
         return probs, preds.predicted.tolist(), probs.max(axis=2)
 
-    def at(self, side: str, budget: float, costs: ew.Costs | None = None) -> tuple[ew.Policy, Any, list[int]]:
-        """The policy for a budget, what it gets and the exits taken, as a user of the library finds them."""
-        cal, costs = self.cals[side], costs or self.trace.costs
-        preds = predicted(cal, of_test(self.trace))
-        policy = ew.fit_policy(predicted(cal, self.trace.val), self.trace.val.labels, costs, budget=budget)
+    def at(self, model: str, budget: float, costs: ew.Costs | None = None) -> tuple[ew.Policy, Any, list[int]]:
+        """Return the policy for a budget, its evaluation and the exits taken, computed with the public functions."""
+        cal, costs = self.cals[model], costs or self.trace.costs
+        preds = predict_cached(cal, get_test(self.trace))
+        policy = ew.fit_policy(predict_cached(cal, self.trace.val), self.trace.val.labels, costs, budget=budget)
         return policy, ew.evaluate(preds, labels=self.labels, policy=policy, costs=costs), policy.exits(preds).tolist()
 
 
 def write_flat_cifar(root: Path, labels: Sequence[int]) -> np.ndarray:
-    """CIFAR-100 whose test pictures have one colour each, (n, 3), which is known after JPEG too."""
+    """Write a CIFAR-100 whose test images have one color each, and return the colors (n, 3); JPEG preserves them."""
     write_cifar(root)
-    colours = np.random.default_rng(5).integers(0, 256, (len(labels), 3), dtype=np.uint8)
-    records = np.column_stack([np.zeros(len(labels), np.uint8), labels, np.repeat(colours, 1024, axis=1)])
+    colors = np.random.default_rng(5).integers(0, 256, (len(labels), 3), dtype=np.uint8)
+    records = np.column_stack([np.zeros(len(labels), np.uint8), labels, np.repeat(colors, 1024, axis=1)])
     records.astype(np.uint8).tofile(root / "cifar-100-binary" / "test.bin")
-    return colours
+    return colors
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Three exits, five classes, 600 samples, pictures, times, and all twelve calibrations."""
+def small(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
+    """Report on a run with three exits, five classes, 600 samples, images, times, and all twelve calibrations."""
     place = tmp_path_factory.mktemp("report")
     trace = random_trace(n=600)
-    test = replace(of_test(trace), index=torch.arange(600).flip(0))
+    test = replace(get_test(trace), index=torch.arange(600).flip(0))
     trace = replace(trace, val=trace.val.take(torch.arange(250)), test=test, classes=None)
     write_flat_cifar(place / "data", test.labels.flip(0).tolist())
     run = new_run(place / "run", trace, name="cifar100", root=str(place / "data"), image_size=32)
@@ -114,44 +115,46 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Made:
     cals = {name: ew.calibrate(trace, name, **SETTINGS) for name in METHODS}
     for cal in cals.values():
         cal.save(run / "calibrations" / f"{cal.method.slug}.safetensors")
-    return Made(run, trace, build(Run(run), ReportOptions()), {"vanilla": cals[VANILLA], "ours": cals[OURS]})
+    return ReportedRun(
+        run, trace, build_report(Run(run), ReportOptions()), {"vanilla": cals[VANILLA], "ours": cals[OURS]}
+    )
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The zoo's net, which has not been calibrated."""
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
+    """Report on the zoo's net, which has no saved calibration."""
     run = zoo_run(tmp_path_factory.mktemp("zoo") / "run")
-    report = build(Run(run), ReportOptions(budget=2e7))
+    report = build_report(Run(run), ReportOptions(budget=2e7))
     trace = ew.Trace.load(run / "trace.safetensors")
-    return Made(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace)})
+    return ReportedRun(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace)})
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run as a user gets it, with its report."""
+    """Train and collect a run with the command, and write its report."""
     place = tmp_path_factory.mktemp("digits") / "run"
-    for order in (["train", "--data", "digits", "--epochs", "1", "--out"], ["collect"], ["report"]):
-        perform(*order, str(place))
+    for arguments in (["train", "--data", "digits", "--epochs", "1", "--out"], ["collect"], ["report"]):
+        perform(*arguments, str(place))
     return place
 
 
 @pytest.fixture
-def run(small: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the small run, to do things to, with fewer steps of the slider."""
+def run(small: ReportedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the small run, so that a test may change it, and use fewer steps of the slider."""
     monkeypatch.setattr(budget_explorer, "SLIDER_STEPS", 3)
-    return Path(shutil.copytree(small.place, tmp_path / "run"))
+    return Path(shutil.copytree(small.path, tmp_path / "run"))
 
 
 @dataclass(frozen=True)
-class Seen:
+class PageText:
     """A page as text."""
 
     text: str
 
     @property
     def data(self) -> Any:
-        [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', self.text, re.DOTALL)
-        return json.loads(found)
+        [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', self.text, re.DOTALL)
+        return json.loads(text)
 
     @property
     def refreshes(self) -> bool:
@@ -159,13 +162,13 @@ class Seen:
 
     @property
     def sheet(self) -> tuple[str, bytes]:
-        """Kind and content of the one picture that the page holds."""
+        """Kind and content of the only image in the page."""
         [(kind, text)] = re.findall(r'url\("data:image/(\w+);base64,([^"]*)"\)', self.text)
         return kind, b64decode(text, validate=True)
 
 
-def read(file: Path) -> Seen:
-    return Seen(file.read_text(encoding="utf-8"))
+def read(file: Path) -> PageText:
+    return PageText(file.read_text(encoding="utf-8"))
 
 
 def chosen(report: Report) -> list[tuple[str, float]]:
@@ -173,36 +176,38 @@ def chosen(report: Report) -> list[tuple[str, float]]:
 
 
 class TestEveryBudget:
-    def check(self, made: Made, slider: dict[str, Any], costs: ew.Costs, side: str, steps: Sequence[int]) -> None:
+    def check(
+        self, made: ReportedRun, slider: dict[str, Any], costs: ew.Costs, model: str, steps: Sequence[int]
+    ) -> None:
         for i in steps:
             found = slider["steps"][i]
-            policy, result, exits = made.at(side, found["budget"], costs)
+            policy, result, exits = made.at(model, found["budget"], costs)
             expected = {k: v for k, v in result.to_dict().items() if k not in ("per_exit", "unit", "samples")}
             expected |= {"thresholds": policy.to_dict()["thresholds"], "val_cost": policy.cost}
             expected["strategy"] = policy.fit.chosen if policy.fit else None
-            rest = {key: value for key, value in found[side].items() if key not in expected}
-            assert {key: found[side][key] for key in expected} == expected
-            assert rest.keys() == {"intervals", "leaving", "reliability"}
-            points = uncertainty.sample(len(exits))
-            assert slider["exits"][side][i] == "".join(str(exits[position]) for position in points)
+            rest = {key: value for key, value in found[model].items() if key not in expected}
+            assert {key: found[model][key] for key in expected} == expected
+            assert rest.keys() == {"intervals", "exited", "reliability"}
+            points = uncertainty.choose_points(len(exits))
+            assert slider["exits"][model][i] == "".join(str(exits[position]) for position in points)
 
-    def test_is_the_library_digit_by_digit(self, small: Made) -> None:
-        """By the calibrations that the run has."""
+    def test_is_the_library_digit_by_digit(self, small: ReportedRun) -> None:
+        """The report uses the calibrations that the run has."""
         slider = small.data["explorers"][0]
         self.check(small, slider, small.trace.costs, "ours", range(42))
         self.check(small, slider, small.trace.costs, "vanilla", range(0, 42, 4))
 
-    @pytest.mark.parametrize("side", ["vanilla", "ours"])
-    def test_and_in_milliseconds(self, small: Made, side: str) -> None:
-        self.check(small, small.data["explorers"][1], MS, side, [0, 7, 20, 33, 41])
+    @pytest.mark.parametrize("model", ["vanilla", "ours"])
+    def test_and_in_milliseconds(self, small: ReportedRun, model: str) -> None:
+        self.check(small, small.data["explorers"][1], MS, model, [0, 7, 20, 33, 41])
 
-    @pytest.mark.parametrize("side", ["vanilla", "ours"])
+    @pytest.mark.parametrize("model", ["vanilla", "ours"])
     @pytest.mark.slow
-    def test_and_for_the_shipped_net_which_the_report_calibrates(self, shipped: Made, side: str) -> None:
+    def test_and_for_the_shipped_net_which_the_report_calibrates(self, shipped: ReportedRun, model: str) -> None:
         slider = shipped.data["explorers"][0]
-        self.check(shipped, slider, shipped.trace.costs, side, [3, slider["chosen"], 38])
+        self.check(shipped, slider, shipped.trace.costs, model, [3, slider["chosen"], 38])
 
-    def test_budgets_go_from_the_first_exit_to_the_last(self, small: Made) -> None:
+    def test_budgets_go_from_the_first_exit_to_the_last(self, small: ReportedRun) -> None:
         for slider, costs in zip(small.data["explorers"], (small.trace.costs, MS), strict=True):
             budgets = [step["budget"] for step in slider["steps"]]
             assert slider["costs"] == list(costs.values)
@@ -212,34 +217,34 @@ class TestEveryBudget:
             np.testing.assert_allclose(even, np.linspace(costs.values[0], costs.values[-1], 41), rtol=1e-12)
             assert slider["steps"][0]["ours"]["exit_shares"] == [1, 0, 0]
 
-    def test_another_method_and_a_product_of_experts(self, run: Path, small: Made) -> None:
-        report = build(Run(run), ReportOptions(method="poe t_opt", budget=2.5e6))
+    def test_another_method_and_a_product_of_experts(self, run: Path, small: ReportedRun) -> None:
+        report = build_report(Run(run), ReportOptions(method="poe t_opt", budget=2.5e6))
         cal = ew.calibrate(small.trace, "PoE T_opt")
-        made = Made(run, small.trace, report, {**small.cals, "ours": cal})
+        made = ReportedRun(run, small.trace, report, {**small.cals, "ours": cal})
         assert report.data["method"] == "PoE T_opt"
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
 
-    def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: Made) -> None:
-        """Whatever it holds; and methods that the run has none for are made by its settings."""
+    def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: ReportedRun) -> None:
+        """An odd one, too; methods without a saved calibration are calibrated with its settings."""
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
         shutil.rmtree(run / "calibrations")
         odd.save(run / "calibrations" / f"{odd.method.slug}.safetensors")
-        report = build(Run(run), ReportOptions())
-        made = Made(run, small.trace, report, {**small.cals, "ours": odd})
+        report = build_report(Run(run), ReportOptions())
+        made = ReportedRun(run, small.trace, report, {**small.cals, "ours": odd})
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
-        assert dict(report.data["made"])["temperatures"] == "3, 3, 3"
+        assert dict(report.data["provenance"])["temperatures"] == "3, 3, 3"
         assert report.data["tables"][0]["rows"][:-1] == small.data["tables"][0]["rows"][:-1]
         assert report.data["tables"][0]["rows"][-1] != small.data["tables"][0]["rows"][-1]
 
     def test_vanilla_is_beside_a_method_and_not_one(self, run: Path) -> None:
-        with pytest.raises(ew.InputError, match="`method` must be another than vanilla"):
-            build(Run(run), ReportOptions(method=VANILLA))
+        with pytest.raises(ew.InputError, match=r"`method` must not be 'MSDNet \(vanilla\)'"):
+            build_report(Run(run), ReportOptions(method=VANILLA))
 
 
 class TestWhichBudget:
     def test_half_may_be_less_than_the_first_exit_costs(self, run: Path) -> None:
         write_json(run / "bench.json", {"costs": {"values": [3.0, 3.5, 4.0]}})
-        assert chosen(build(Run(run), ReportOptions()))[1] == ("ms", 3.0)
+        assert chosen(build_report(Run(run), ReportOptions()))[1] == ("ms", 3.0)
 
     @pytest.mark.parametrize(
         ("kept", "order", "expected"),
@@ -254,56 +259,61 @@ class TestWhichBudget:
     )
     @pytest.mark.slow_after_first
     def test_that_of_the_order_or_of_the_runs_policy_comes_first(
-        self, run: Path, small: Made, kept: ew.Policy | None, order: ReportOptions, expected: tuple[str, float | None]
+        self,
+        run: Path,
+        small: ReportedRun,
+        kept: ew.Policy | None,
+        order: ReportOptions,
+        expected: tuple[str, float | None],
     ) -> None:
-        """The other unit opens at the same share of the last exit's cost."""
+        """The slider of the other unit opens at the same share of the last exit's cost."""
         if kept is not None:
             kept.save(run / "policy.json")
         last = {"MACs": small.trace.costs.values[-1], "ms": 7.3}
         unit, budget = expected
         share = 0.5 if budget is None else budget / last[unit]
-        found = chosen(build(Run(run), order))
+        found = chosen(build_report(Run(run), order))
         assert found[0] == (unit, last[unit] / 2 if budget is None else budget)
         other = "ms" if unit == "MACs" else "MACs"
         assert found[1] == (other, pytest.approx(share * last[other]))
 
-    def test_a_guarantee_is_told(self, run: Path, small: Made, exitwise: Command) -> None:
+    def test_a_guarantee_is_told(self, run: Path, small: ReportedRun, exitwise: Command) -> None:
         assert small.data["guarantee"] is None
         exitwise("evaluate", run, "--budget", "70%", "--certify", "0.2")
-        report = build(Run(run), ReportOptions())
+        report = build_report(Run(run), ReportOptions())
         assert chosen(report)[0] == ("MACs", pytest.approx(0.7 * small.trace.costs.values[-1]))
-        assert "Certified on 125 samples" in report.data["guarantee"]
+        assert "Certified on 125 held-out samples" in report.data["guarantee"]
 
     def test_a_unit_that_the_run_does_not_know_is_refused(self, run: Path) -> None:
         (run / "bench.json").unlink()
         with pytest.raises(ew.InputError, match="ms"):
-            build(Run(run), ReportOptions(budget=3.0, unit="ms"))
+            build_report(Run(run), ReportOptions(budget=3.0, unit="ms"))
 
 
 class TestSamples:
     @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_who_leaves_where_and_how_sure(self, name: str, request: pytest.FixtureRequest) -> None:
-        made: Made = request.getfixturevalue(name)
+        made: ReportedRun = request.getfixturevalue(name)
         steps, labels, last = made.data["explorers"][0]["steps"], made.labels, made.trace.num_exits - 1
         for step in (steps[12], steps[30]):
             taken: dict[str, list[int]] = {}
-            right: dict[str, list[bool]] = {}
-            for side in ("vanilla", "ours"):
-                _, said, confidences = made.said(side)
-                _, result, taken[side] = made.at(side, step["budget"])
-                leaving = [Counter[str]() for _ in range(last + 1)]
+            correct: dict[str, list[bool]] = {}
+            for model in ("vanilla", "ours"):
+                _, predicted, confidences = made.predictions(model)
+                _, result, taken[model] = made.at(model, step["budget"])
+                exited = [Counter[str]() for _ in range(last + 1)]
                 bins: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
-                right[side] = [said[k][n] == labels[n] for n, k in enumerate(taken[side])]
-                for n, k in enumerate(taken[side]):
-                    leaving[k]["right" if right[side][n] else "wrong"] += 1
-                    leaving[k]["avoidable"] += not right[side][n] and said[last][n] == labels[n]
+                correct[model] = [predicted[k][n] == labels[n] for n, k in enumerate(taken[model])]
+                for n, k in enumerate(taken[model]):
+                    exited[k]["correct" if correct[model][n] else "wrong"] += 1
+                    exited[k]["avoidable"] += not correct[model][n] and predicted[last][n] == labels[n]
                     confidence = float(confidences[k, n])
-                    bins[min(int(np.float32(confidence) * np.float32(10)), 9)].append((confidence, right[side][n]))
-                names = ("right", "wrong", "avoidable")
-                assert step[side]["leaving"] == [{key: each[key] for key in names} for each in leaving]
-                assert sum(each["right"] + each["wrong"] for each in step[side]["leaving"]) == len(labels)
-                found, gap = step[side]["reliability"], 0.0
+                    bins[min(int(np.float32(confidence) * np.float32(10)), 9)].append((confidence, correct[model][n]))
+                names = ("correct", "wrong", "avoidable")
+                assert step[model]["exited"] == [{key: counts[key] for key in names} for counts in exited]
+                assert sum(counts["correct"] + counts["wrong"] for counts in step[model]["exited"]) == len(labels)
+                found, gap = step[model]["reliability"], 0.0
                 assert found["count"] == list(map(len, bins))
                 for here, *means in zip(bins, found["confidence"], found["accuracy"], strict=True):
                     assert means == ([None, None] if not here else pytest.approx(np.mean(here, axis=0), abs=6e-7))
@@ -312,43 +322,43 @@ class TestSamples:
             sides = (("saved", "vanilla", "ours"), ("lost", "ours", "vanilla"))
             for kind, hasty, patient in sides:
                 which = [
-                    right[patient][n] and not right[hasty][n] and taken[hasty][n] < taken[patient][n]
+                    correct[patient][n] and not correct[hasty][n] and taken[hasty][n] < taken[patient][n]
                     for n in range(len(labels))
                 ]
-                shown = [place for place, n in enumerate(uncertainty.sample(len(labels))) if which[n]]
+                shown = [place for place, n in enumerate(uncertainty.choose_points(len(labels))) if which[n]]
                 assert step[kind] == {"samples": sum(which), "points": shown[: budget_explorer.GALLERY_SIZE]}
 
-    @pytest.mark.parametrize("side", ["vanilla", "ours"])
-    def test_uncertainty_and_error_of_every_exit(self, small: Made, side: str) -> None:
-        probs, said, _ = small.said(side)
-        most = log(5)
-        for k, found in enumerate(small.data["uncertainty"][side]):
-            density, kinds = np.zeros((36, 27), int), Counter({"easy": 0, "hard": 0, "tricky": 0})
-            histograms = {name: [0] * 30 for name in ("erring", "correct", "wrong")}
+    @pytest.mark.parametrize("model", ["vanilla", "ours"])
+    def test_uncertainty_and_error_of_every_exit(self, small: ReportedRun, model: str) -> None:
+        probs, predicted, _ = small.predictions(model)
+        max_entropy = log(5)
+        for k, found in enumerate(small.data["uncertainty"][model]):
+            density, categories = np.zeros((36, 27), int), Counter({"easy": 0, "hard": 0, "tricky": 0})
+            histograms = {name: [0] * 30 for name in ("high_error", "correct", "wrong")}
             for n, label in enumerate(small.labels):
                 p = probs[k, n].astype(np.float64)
                 entropy, error = float(-(p * np.log(p)).sum()), 1 - float(p[label])
-                place = min(int(entropy / most * 30), 29)
-                density[min(int(entropy / most * 36), 35), min(int(error * 27), 26)] += 1
-                histograms["correct" if said[k][n] == label else "wrong"][place] += 1
+                place = min(int(entropy / max_entropy * 30), 29)
+                density[min(int(entropy / max_entropy * 36), 35), min(int(error * 27), 26)] += 1
+                histograms["correct" if predicted[k][n] == label else "wrong"][place] += 1
                 if error > 0.5:
-                    histograms["erring"][place] += 1
-                    kinds["tricky" if entropy < most / 2 else "hard"] += 1
-                elif entropy < most / 2:
-                    kinds["easy"] += 1
+                    histograms["high_error"][place] += 1
+                    categories["tricky" if entropy < max_entropy / 2 else "hard"] += 1
+                elif entropy < max_entropy / 2:
+                    categories["easy"] += 1
             assert found["density"] == density.tolist()
             assert {name: found[name] for name in histograms} == histograms
-            assert found["erring_share"] == sum(histograms["erring"]) / 600
-            assert found["kinds"] == kinds
-            result = small.at(side, small.trace.costs.values[-1])[1]
+            assert found["high_error_share"] == sum(histograms["high_error"]) / 600
+            assert found["categories"] == categories
+            result = small.at(model, small.trace.costs.values[-1])[1]
             assert found["metrics"] == result.per_exit[k].to_dict()
             assert sum(found["reliability"]["count"]) == 600
 
     @pytest.mark.slow
-    def test_the_galleries_hold_the_plainest_of_their_kind(self, shipped: Made) -> None:
+    def test_the_galleries_hold_the_plainest_of_their_kind(self, shipped: ReportedRun) -> None:
         points = shipped.data["points"]
-        positions = points["index"]  # of the whole test set, which is in its own order
-        p = shipped.said("ours")[0][-1][positions].astype(np.float64)
+        positions = points["index"]  # in the test set, which has its original order
+        p = shipped.predictions("ours")[0][-1][positions].astype(np.float64)
         entropy = -(p * np.log(p)).sum(axis=1) / log(100)
         error = 1 - p[np.arange(len(p)), points["label"]]
         of_kind = {
@@ -357,48 +367,48 @@ class TestSamples:
             "tricky": ((entropy < 0.5) & (error > 0.5), error - entropy),
         }
         assert list(shipped.data["galleries"]) == list(of_kind)
-        for name, (which, plainness) in of_kind.items():
+        for name, (which, extremeness) in of_kind.items():
             shown = shipped.data["galleries"][name]
-            best = sorted(np.flatnonzero(which), key=lambda i: -plainness[i])[: budget_explorer.GALLERY_SIZE]
+            best = sorted(np.flatnonzero(which), key=lambda i: -extremeness[i])[: budget_explorer.GALLERY_SIZE]
             assert len({*shown}) == budget_explorer.GALLERY_SIZE
             assert which[shown].all()
-            np.testing.assert_allclose(plainness[shown], plainness[best], atol=1e-5)
+            np.testing.assert_allclose(extremeness[shown], extremeness[best], atol=1e-5)
 
     @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_points_say_what_every_exit_says(self, name: str, request: pytest.FixtureRequest) -> None:
-        made: Made = request.getfixturevalue(name)
-        points, test = made.data["points"], of_test(made.trace)
-        positions = uncertainty.sample(len(test))
+        made: ReportedRun = request.getfixturevalue(name)
+        points, test = made.data["points"], get_test(made.trace)
+        positions = uncertainty.choose_points(len(test))
         assert points["index"] == test.index[positions].tolist()
         assert points["label"] == test.labels[positions].tolist()
-        for side in ("vanilla", "ours"):
-            probs, said, confidence = made.said(side)
+        for model in ("vanilla", "ours"):
+            probs, predicted, confidence = made.predictions(model)
             p = probs[:, positions].astype(np.float64)
             true = p[:, np.arange(len(positions)), points["label"]]
             entropy = -(p * np.log(np.maximum(p, 1e-300))).sum(axis=2)
             exact = {"entropy": entropy, "error": 1 - true, "confidence": confidence[:, positions]}
             for key, values in exact.items():
-                assert np.abs(np.array(points[side][key]) - 1000 * values).max() < 0.501, key
-            assert points[side]["predicted"] == np.array(said)[:, positions].tolist()
+                assert np.abs(np.array(points[model][key]) - 1000 * values).max() < 0.501, key
+            assert points[model]["predicted"] == np.array(predicted)[:, positions].tolist()
 
     def test_at_most_two_thousand_points_in_their_order_and_always_the_same(self) -> None:
-        assert uncertainty.sample(2000).tolist() == list(range(2000))
+        assert uncertainty.choose_points(2000).tolist() == list(range(2000))
         for samples in (2001, 10_000):
-            found = uncertainty.sample(samples).tolist()
+            found = uncertainty.choose_points(samples).tolist()
             assert (len({*found}), found) == (2000, sorted(found))
             assert 0 <= found[0] < found[-1] < samples
-            assert uncertainty.sample(samples).tolist() == found
+            assert uncertainty.choose_points(samples).tolist() == found
 
     def test_without_index_and_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(budget_explorer, "SLIDER_STEPS", 3)
         trace = replace(random_trace(n=60), classes=None)
-        report = build(Run(new_run(tmp_path / "run", trace)), ReportOptions())
+        report = build_report(Run(new_run(tmp_path / "run", trace)), ReportOptions())
         assert report.data["classes"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
         assert report.data["points"]["index"] == list(range(60))
         assert report.sheet is None
-        assert "the trace does not say where its samples lie" in report.data["pictures_note"]
-        named = build(
+        assert "the trace does not contain the positions of its samples" in report.data["images_note"]
+        named = build_report(
             Run(new_run(tmp_path / "named", replace(trace, classes=("<a>", "b", "c", "d", "ë")))), ReportOptions()
         )
         assert named.data["classes"] == ["<a>", "b", "c", "d", "ë"]
@@ -406,20 +416,20 @@ class TestSamples:
 
 class TestIntervals:
     @pytest.mark.slow
-    def test_are_those_of_means_and_of_differences_of_pairs(self, shipped: Made) -> None:
-        """The normal approximation, which 10,000 samples are enough for; a bound from 1,000 draws is off by 0.1 sd."""
+    def test_are_those_of_means_and_of_differences_of_pairs(self, shipped: ReportedRun) -> None:
+        """Compare with the normal approximation of 10,000 samples; bounds of 1,000 resamples are off by 0.1 sd."""
         steps, labels = shipped.data["explorers"][0]["steps"], np.array(shipped.labels)
         costs = np.asarray(shipped.trace.costs.values)
         for step in (steps[5], steps[20], steps[35]):
             values: dict[str, dict[str, np.ndarray]] = {}
-            for side in ("vanilla", "ours"):
-                probs, said, _ = shipped.said(side)
-                _, result, exits = shipped.at(side, step["budget"])
+            for model in ("vanilla", "ours"):
+                probs, predicted, _ = shipped.predictions(model)
+                _, result, exits = shipped.at(model, step["budget"])
                 at = (np.array(exits), np.arange(len(labels)))
-                right, true = np.array(said)[at] == labels, probs[(*at, labels)].astype(np.float64)
-                values[side] = {"top1": right * 1.0, "nlpd": -np.log(true), "cost": costs[at[0]]}
-                for name, of_samples in values[side].items():
-                    low, high = step[side]["intervals"][name]
+                right, true = np.array(predicted)[at] == labels, probs[(*at, labels)].astype(np.float64)
+                values[model] = {"top1": right * 1.0, "nlpd": -np.log(true), "cost": costs[at[0]]}
+                for name, of_samples in values[model].items():
+                    low, high = step[model]["intervals"][name]
                     assert low < getattr(result, name) < high
                     self.check((low, high), of_samples)
             for name in values["ours"]:
@@ -428,11 +438,11 @@ class TestIntervals:
     @pytest.mark.slow_after_first
     @pytest.mark.parametrize("name", ["small", "shipped"])
     def test_hold_what_was_found(self, name: str, request: pytest.FixtureRequest) -> None:
-        made: Made = request.getfixturevalue(name)
+        made: ReportedRun = request.getfixturevalue(name)
         for slider in made.data["explorers"]:
-            for step, side in product(slider["steps"], ("vanilla", "ours")):
-                for metric, (low, high) in step[side]["intervals"].items():
-                    assert low - 1e-5 * abs(low) <= step[side][metric] <= high + 1e-5 * abs(high), (
+            for step, model in product(slider["steps"], ("vanilla", "ours")):
+                for metric, (low, high) in step[model]["intervals"].items():
+                    assert low - 1e-5 * abs(low) <= step[model][metric] <= high + 1e-5 * abs(high), (
                         step["budget"],
                         metric,
                     )
@@ -442,18 +452,18 @@ class TestIntervals:
         expected = [values.mean() - 1.96 * deviation, values.mean() + 1.96 * deviation]
         assert interval == pytest.approx(expected, abs=0.3 * deviation)
 
-    def test_of_the_calibration_error_too(self, small: Made) -> None:
-        """Other draws, other code; noise makes the error of a draw too large, so all are moved to its own."""
+    def test_of_the_calibration_error_too(self, small: ReportedRun) -> None:
+        """Compare with other resamples and other code; noise biases the ECE of resamples upward, so center them."""
         rng, labels = np.random.default_rng(9), np.array(small.labels)
         step = small.data["explorers"][0]["steps"][0]
         draws = [rng.integers(0, 600, 600) for _ in range(600)]
         drawn = {}
-        for side in ("vanilla", "ours"):
-            _, said, confidence = small.said(side)
-            at = (np.array(small.at(side, step["budget"])[2]), np.arange(600))
-            held, right = confidence[at], np.array(said)[at] == labels
+        for model in ("vanilla", "ours"):
+            _, predicted, confidence = small.predictions(model)
+            at = (np.array(small.at(model, step["budget"])[2]), np.arange(600))
+            held, right = confidence[at], np.array(predicted)[at] == labels
             errors = [calibration_error(held[some].tolist(), right[some].tolist()) for some in draws]
-            drawn[side] = np.array(errors) - np.mean(errors) + step[side]["ece"]
+            drawn[model] = np.array(errors) - np.mean(errors) + step[model]["ece"]
         found = (step["vanilla"]["intervals"]["ece"], step["ours"]["intervals"]["ece"], step["change"]["ece"])
         for interval, values in zip(found, (*drawn.values(), drawn["ours"] - drawn["vanilla"]), strict=True):
             expected = np.quantile(values, [0.025, 0.975])
@@ -461,7 +471,7 @@ class TestIntervals:
 
 
 def tiles(content: bytes, shape: dict[str, int], number: int) -> np.ndarray:
-    """(number, side, side, channels) pictures out of a sheet, from left to right and from top to bottom."""
+    """Cut images (number, side, side, channels) out of a sheet, from left to right and from top to bottom."""
     whole = np.asarray(Image.open(BytesIO(content)))
     side, columns = shape["side"], shape["columns"]
     assert whole.shape[:2] == (shape["rows"] * side, columns * side)
@@ -470,51 +480,51 @@ def tiles(content: bytes, shape: dict[str, int], number: int) -> np.ndarray:
     return np.stack(found).reshape(number, side, side, -1)
 
 
-class TestPictures:
+class TestImages:
     def test_of_digits_are_on_the_page_without_loss(self, digits: Path) -> None:
         seen = read(digits / "report.html")
         kind, content = seen.sheet
         index = seen.data["points"]["index"]
-        assert (kind, len({*index}), seen.data["pictures_note"]) == ("png", 500, None)
+        assert (kind, len({*index}), seen.data["images_note"]) == ("png", 500, None)
         pixels = data.load("digits")[0].pixels_of(torch.tensor(index), None, None)
-        assert np.array_equal(tiles(content, seen.data["pictures"], 500)[..., 0], pixels[:, 0].numpy())
+        assert np.array_equal(tiles(content, seen.data["images"], 500)[..., 0], pixels[:, 0].numpy())
         assert seen.data["points"]["label"] == data.load("digits")[0].labels[index].tolist()
 
-    def test_many_are_a_jpeg_with_each_in_its_place(self, small: Made, tmp_path: Path) -> None:
-        """600 pictures of one colour; neighbours do not bleed into each other."""
-        colours = write_flat_cifar(tmp_path, small.labels)
+    def test_many_are_a_jpeg_with_each_in_its_place(self, small: ReportedRun, tmp_path: Path) -> None:
+        """600 images of one color each; neighbors do not bleed into each other."""
+        colors = write_flat_cifar(tmp_path, small.labels)
         sheet = small.report.sheet
         assert sheet is not None
         assert sheet.kind == "jpeg"
-        found = tiles(sheet.content, small.data["pictures"], 600).astype(int)
-        expected = colours[small.data["points"]["index"]].astype(int)
+        found = tiles(sheet.content, small.data["images"], 600).astype(int)
+        expected = colors[small.data["points"]["index"]].astype(int)
         assert np.abs(found - expected[:, None, None]).max() <= 4
 
     @pytest.mark.slow
-    def test_of_the_real_data_set(self, shipped: Made, cifar100: Path) -> None:
+    def test_of_the_real_data_set(self, shipped: ReportedRun, cifar100: Path) -> None:
         positions = torch.tensor(shipped.data["points"]["index"])
-        sheet = images.make_sprite_sheet(Run(shipped.place), cifar100, of_test(shipped.trace), positions)
+        sheet = images.make_sprite_sheet(Run(shipped.path), cifar100, get_test(shipped.trace), positions)
         assert len(sheet.content) < 3_500_000
         pixels = data.load("cifar100", cifar100)[1].pixels[positions].permute(0, 2, 3, 1).numpy().astype(int)
         found = tiles(sheet.content, sheet.shape, 2000).astype(int)
-        assert np.abs(found - pixels).mean(axis=(1, 2, 3)).max() < 16  # every one, however busy
+        assert np.abs(found - pixels).mean(axis=(1, 2, 3)).max() < 16  # every single image
         assert np.abs(found - pixels).mean() < 5
         assert np.abs(found - np.roll(pixels, 1, axis=0)).mean() > 50
 
     def test_large_ones_are_made_smaller_and_keep_their_shape(
-        self, small: Made, monkeypatch: pytest.MonkeyPatch
+        self, small: ReportedRun, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         grain = torch.randint(256, (100, 3, 300, 200), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         index = torch.arange(100)
-        loaded = data.ImageSet(grain, of_test(small.trace).labels[:100], index, ("a",) * 5, (0.5,) * 3, (0.5,) * 3)
+        loaded = data.ImageSet(grain, get_test(small.trace).labels[:100], index, ("a",) * 5, (0.5,) * 3, (0.5,) * 3)
         monkeypatch.setattr(images, "load_splits", lambda run, root: SimpleNamespace(test=loaded))
         sheet = images.make_sprite_sheet(
-            Run(small.place), None, replace(of_test(small.trace), index=torch.arange(600)), index
+            Run(small.path), None, replace(get_test(small.trace), index=torch.arange(600)), index
         )
         assert (sheet.side, sheet.kind) == (96, "jpeg")
         assert len(sheet.content) <= 3_500_000
         assert sheet.pixels[:, :, :, :16].max() == sheet.pixels[:, :, :, 80:].max() == 0
-        for y, x in ((0, 0), (31, 63), (95, 40)):  # the mean of the part of the picture that a pixel covers
+        for y, x in ((0, 0), (31, 63), (95, 40)):  # the mean of the part of the image that a pixel covers
             part = grain[7, 2, y * 300 // 96 : -(-(y + 1) * 300 // 96), x * 200 // 64 : -(-(x + 1) * 200 // 64)]
             assert abs(int(sheet.pixels[7, 2, y, 16 + x]) - float(part.float().mean())) < 0.51
 
@@ -522,39 +532,39 @@ class TestPictures:
         about = json.loads((run / "run.json").read_text())
         about["data"]["root"] = "/moved/away"
         write_json(run / "run.json", about)
-        report = build(Run(run), ReportOptions())
-        assert (report.sheet, report.data["pictures"]) == (None, None)
-        note = report.data["pictures_note"]
+        report = build_report(Run(run), ReportOptions())
+        assert (report.sheet, report.data["images"]) == (None, None)
+        note = report.data["images_note"]
         assert "/moved/away" in note
         assert "exitwise report run --root DIR" in note
 
-    def test_of_another_data_set_are_refused(self, small: Made, tmp_path: Path) -> None:
-        run, test, points = Run(small.place), of_test(small.trace), torch.arange(600)
-        write_cifar(tmp_path / "train", seed=1)  # other train pictures
-        with pytest.raises(ew.InputError, match="not the data set that the run was made with"):
+    def test_of_another_data_set_are_refused(self, small: ReportedRun, tmp_path: Path) -> None:
+        run, test, points = Run(small.path), get_test(small.trace), torch.arange(600)
+        write_cifar(tmp_path / "train", seed=1)  # other training images
+        with pytest.raises(ew.InputError, match="not the dataset that the run was made with"):
             images.make_sprite_sheet(run, tmp_path / "train", test, points)
-        write_flat_cifar(tmp_path / "labels", test.labels.tolist())  # as many, but in another order
-        with pytest.raises(ew.InputError, match="are not those that the run was made with"):
+        write_flat_cifar(tmp_path / "labels", test.labels.tolist())  # the same number, in another order
+        with pytest.raises(ew.InputError, match="are not those that the run was created with"):
             images.make_sprite_sheet(run, tmp_path / "labels", test, points)
         write_flat_cifar(tmp_path / "fewer", test.labels.flip(0).tolist()[:-1])
-        with pytest.raises(ew.InputError, match="are not those that the run was made with"):
+        with pytest.raises(ew.InputError, match="are not those that the run was created with"):
             images.make_sprite_sheet(run, tmp_path / "fewer", test, points)
 
 
 class TestOtherRuns:
-    def test_beside_a_second_one(self, run: Path, tmp_path: Path, small: Made) -> None:
-        """By the other's own calibration, over its own costs."""
+    def test_beside_a_second_one(self, run: Path, tmp_path: Path, small: ReportedRun) -> None:
+        """The other run's curves use its own calibration and its own costs."""
         other = random_trace(n=200, widths=(5, 8), seed=40)
         place = new_run(tmp_path / "second", other)
         ew.calibrate(other, "MIE T_opt").save(place / "calibrations" / "mie-t_opt.safetensors")
         alone = new_run(tmp_path / "alone", random_trace(n=200, widths=(6,), seed=50))
-        found = build(Run(run), ReportOptions(method="mie t_opt", against=[place, alone])).data
-        second, single = found["others"]
+        found = build_report(Run(run), ReportOptions(method="mie t_opt", against=[place, alone])).data
+        second, single = found["other_runs"]
         assert (second["name"], second["unit"]) == ("second (second)", "MACs")
         assert [curve["name"] for curve in second["curves"]] == [VANILLA, found["method"]]
         for curve, method in zip(second["curves"], (VANILLA, "MIE T_opt"), strict=True):
             cal = ew.calibrate(other, method)
-            made = Made(place, other, small.report, {"ours": cal})
+            made = ReportedRun(place, other, small.report, {"ours": cal})
             results = [made.at("ours", float(b))[1] for b in np.linspace(*other.costs.values, 3)[::2]]
             results.sort(key=lambda result: result.cost)
             for name in ("top1", "top5", "nlpd", "ece"):
@@ -564,24 +574,26 @@ class TestOtherRuns:
     def test_that_does_not_fit_is_refused(self, run: Path, tmp_path: Path) -> None:
         trace = random_trace(n=60)
         timed = new_run(tmp_path / "timed", replace(trace, costs=MS))
-        with pytest.raises(ew.InputError, match="are in ms, not in MACs"):
-            build(Run(run), ReportOptions(against=[timed]))
+        with pytest.raises(ew.InputError, match="must be in MACs for a comparison, but are in ms"):
+            build_report(Run(run), ReportOptions(against=[timed]))
         untested = new_run(tmp_path / "untested", replace(trace, test=None))
         with pytest.raises(ew.InputError, match="untested has no test split to compare on"):
-            build(Run(run), ReportOptions(against=[untested]))
+            build_report(Run(run), ReportOptions(against=[untested]))
         with pytest.raises(ew.InputError, match="untested has no test split to report on"):
-            build(Run(untested), ReportOptions())
+            build_report(Run(untested), ReportOptions())
         with pytest.raises(ew.InputError, match="has no times yet"):
-            build(Run(run), ReportOptions(budget=4.0, unit="ms", against=[new_run(tmp_path / "unmeasured", trace)]))
+            build_report(
+                Run(run), ReportOptions(budget=4.0, unit="ms", against=[new_run(tmp_path / "unmeasured", trace)])
+            )
 
     def test_one_exit_has_one_budget(self, tmp_path: Path) -> None:
         trace = random_trace(n=120, widths=(6,))
-        found = build(Run(new_run(tmp_path / "run", trace)), ReportOptions()).data
+        found = build_report(Run(new_run(tmp_path / "run", trace)), ReportOptions()).data
         [slider] = found["explorers"]
         [step] = slider["steps"]
         assert (slider["chosen"], step["budget"]) == (0, trace.costs.values[0])
-        preds = ew.calibrate(trace).predict(of_test(trace))
-        right = float((preds.predicted[0] == of_test(trace).labels.numpy()).mean())
+        preds = ew.calibrate(trace).predict(get_test(trace))
+        right = float((preds.predicted[0] == get_test(trace).labels.numpy()).mean())
         assert (step["ours"]["thresholds"], step["ours"]["top1"]) == (["-inf"], right)
         assert slider["exits"]["ours"] == ["0" * 120]
         assert (step["saved"]["samples"], step["lost"]["samples"]) == (0, 0)
@@ -592,27 +604,27 @@ NAMES = ["</script><script>alert(1)</script>", "<!--<script>", "\"'`${1}&lt;&amp
 
 
 class TestPage:
-    def test_whatever_classes_are_called_it_is_data(self, small: Made, tmp_path: Path) -> None:
-        hostile = {**small.data, "classes": NAMES, "pictures_note": NAMES[0]}
-        page.write(Report(hostile, small.report.sheet), tmp_path / "page.html")
-        seen, plain = read(tmp_path / "page.html"), Seen(page.render(small.report))
+    def test_whatever_classes_are_called_it_is_data(self, small: ReportedRun, tmp_path: Path) -> None:
+        hostile = {**small.data, "classes": NAMES, "images_note": NAMES[0]}
+        page.write_page(Report(hostile, small.report.sheet), tmp_path / "page.html")
+        seen, plain = read(tmp_path / "page.html"), PageText(page.render_page(small.report))
         assert "</script><script>alert" not in seen.text
         assert (seen.data, plain.data) == (hostile, small.data)
         for text in ("<", "</script", "<!--", "alert"):
             assert seen.text.count(text) == plain.text.count(text) + (2 if text == "alert" else 0), text
 
     @pytest.mark.parametrize("name", ["a</title><b>&amp;", "{{data}}", b"caf\xe9".decode(errors="surrogateescape")])
-    def test_whatever_the_run_is_called_it_is_text(self, small: Made, tmp_path: Path, name: str) -> None:
+    def test_whatever_the_run_is_called_it_is_text(self, small: ReportedRun, tmp_path: Path, name: str) -> None:
         named = Report({**small.data, "net": {**small.data["net"], "run": name}})
-        page.write(named, tmp_path / "page.html")
+        page.write_page(named, tmp_path / "page.html")
         seen = read(tmp_path / "page.html")
         assert seen.data == named.data
         [title] = re.findall("<title>(.*?)</title>", seen.text)
         assert unescape(title).startswith(name.encode(errors="replace").decode()[:3])
         assert "<b>" not in title
 
-    def test_it_needs_nothing_from_elsewhere(self, small: Made) -> None:
-        seen = Seen(page.render(small.report))
+    def test_it_needs_nothing_from_elsewhere(self, small: ReportedRun) -> None:
+        seen = PageText(page.render_page(small.report))
         code = seen.text.replace(json.dumps(small.data, separators=(",", ":")).replace("<", "\\u003c"), "")
         assert len(code) < len(seen.text) / 2
         outside = (
@@ -628,48 +640,46 @@ class TestPage:
         assert not seen.refreshes
 
     @pytest.mark.slow
-    def test_it_says_how_to_make_it_again(
+    def test_it_can_be_reproduced(
         self, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
     ) -> None:
-        """Every command in turn, in an empty folder, makes the same report."""
-        self.made_again(digits, tmp_path, monkeypatch, exitwise)
+        """All commands, run in an empty folder, write the same report."""
+        self.check_reproduced(digits, tmp_path, monkeypatch, exitwise)
 
     @pytest.mark.slow
-    def test_it_says_how_to_make_heads_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
-    ) -> None:
+    def test_heads_can_be_reproduced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command) -> None:
         plain, place = tmp_path / "plain", tmp_path / "run"
-        same = ("train", "--data", "digits", "--model", "cifar100-resnet8")
-        perform(*same, "--epochs", "1", "--out", str(plain))
-        heads = "--freeze-backbone --attach stages.0.layer1 --distill 0.5 --epochs 2 --batch-size 100"
-        perform(*same, "--weights", str(plain / "net.safetensors"), *heads.split(), "--out", str(place))
+        same = ("--data", "digits", "--model", "cifar100-resnet8")
+        perform("train", *same, "--epochs", "1", "--out", str(plain))
+        heads = "--attach stages.0.layer1 --distill 0.5 --epochs 2 --batch-size 100"
+        perform("train-heads", *same, "--weights", str(plain / "net.safetensors"), *heads.split(), "--out", str(place))
         perform("collect", str(place))
         perform("report", str(place))
         found = read(place / "report.html").data["training"]
         assert (found["best"], len(found["kept"])) == (None, 2)
         (tmp_path / "again").mkdir()
-        self.made_again(place, tmp_path / "again", monkeypatch, exitwise)
+        self.check_reproduced(place, tmp_path / "again", monkeypatch, exitwise)
 
-    def made_again(self, run: Path, empty: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command) -> None:
+    def check_reproduced(self, run: Path, empty: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command) -> None:
         before = read(run / "report.html").data
         monkeypatch.chdir(empty)
-        commands = dict(before["made"])["to make it again"].splitlines()
-        assert [command.split()[1] for command in commands] == ["train", "collect", "calibrate", "report"]
+        commands = dict(before["provenance"])["reproduce with"].splitlines()
+        assert [command.split()[1].removesuffix("-heads") for command in commands] == ["train", "collect", "calibrate", "report"]
         for command in commands:
             done = exitwise(*shlex.split(command)[1:])
             assert done.status == 0, done.err
         after = read(empty / "run" / "report.html").data
         for report in (before, after):
-            del report["made"]
+            del report["provenance"]
             for epoch in report["training"]["epochs"]:
                 del epoch["seconds"], epoch["images_per_second"]
         assert after == before
 
     def test_it_names_the_run_that_it_is_made_in(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(run)
-        found = build(Run("."), ReportOptions()).data
+        found = build_report(Run("."), ReportOptions()).data
         assert found["net"]["run"] == "run"
-        assert "exitwise report run " in dict(found["made"])["to make it again"]
+        assert "exitwise report run " in dict(found["provenance"])["reproduce with"]
 
 
 class TestCommand:
@@ -678,11 +688,11 @@ class TestCommand:
         assert (done.status, done.err) == (0, "")
         assert str(run / "report.html") in done.out.replace("\n", "")
         found = read(run / "report.html").data
-        expected = build(Run(run), ReportOptions(method="MIE T_opt", budget=5.0, unit="ms")).data
-        assert dict(found.pop("made"))["command"] == (
+        expected = build_report(Run(run), ReportOptions(method="MIE T_opt", budget=5.0, unit="ms")).data
+        assert dict(found.pop("provenance"))["command"] == (
             f"exitwise report {shlex.quote(str(run))} --budget 5ms --method 'mie t_opt'"
         )
-        del expected["made"]
+        del expected["provenance"]
         assert found == expected
 
     def test_or_elsewhere_and_says_so_to_machines(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
@@ -730,10 +740,10 @@ class TestCommand:
     def test_an_interrupt_leaves_the_page_from_before(
         self, run: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def stopped(report: Report) -> str:
+        def interrupt(report: Report) -> str:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(page, "render", stopped)
+        monkeypatch.setattr(page, "render_page", interrupt)
         (run / "report.html").write_text("an earlier page")
         before = contents(run)
         assert exitwise("report", run).status == 130
@@ -749,7 +759,7 @@ def epochs(number: int) -> History:
 class TestLive:
     @pytest.fixture
     def training(self, tmp_path: Path) -> Run:
-        """A run whose training of three epochs is about to begin."""
+        """A run at the start of a training of three epochs."""
         about = {"recipe": {"epochs": 3}, "seed": 0}
         place = new_run(tmp_path / "training", random_trace(n=60), training=about)
         (place / "trace.safetensors").unlink()
@@ -757,27 +767,27 @@ class TestLive:
 
     def test_the_page_follows_the_training_and_then_rests(self, training: Run, tmp_path: Path) -> None:
         place = tmp_path / "page.html"
-        watcher = threading.Thread(
+        thread = threading.Thread(
             target=live.rewrite_while_training, args=(training, place, "the command", 0.01), daemon=True
         )
-        watcher.start()
+        thread.start()
         for number in range(3):
             if number:
                 epochs(number).save(training.directory / "history.csv")
             wait_for(lambda number=number: place.is_file() and len(read(place).data["training"]["epochs"]) == number)
             seen = read(place)
             assert (seen.refreshes, seen.data["live"], seen.data["training"]["of"]) == (True, True, 3)
-            assert watcher.is_alive()
+            assert thread.is_alive()
         before = place.stat().st_mtime_ns
         time.sleep(0.1)
-        assert place.stat().st_mtime_ns == before  # nothing new, nothing written
+        assert place.stat().st_mtime_ns == before  # nothing new, so nothing is written
         epochs(3).save(training.directory / "history.csv")
-        watcher.join(timeout=300)
-        assert not watcher.is_alive()
+        thread.join(timeout=300)
+        assert not thread.is_alive()
         seen = read(place)
         assert (seen.refreshes, seen.data["live"], seen.data["training"]["best"]) == (False, False, 3)
         assert [epoch["train_loss"] for epoch in seen.data["training"]["epochs"]] == [3.0, 1.5, 1.0]
-        assert dict(seen.data["made"])["command"] == "the command"
+        assert dict(seen.data["provenance"])["command"] == "the command"
 
     def test_an_interrupt_leaves_a_page_that_rests(
         self, training: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -800,7 +810,7 @@ class TestLive:
         assert done.status == 0, done.err
         seen = read(digits.parent / "live.html")
         assert not seen.refreshes
-        assert {**seen.data, "made": None} == {**before, "made": None}
+        assert {**seen.data, "provenance": None} == {**before, "provenance": None}
 
     def test_a_run_without_a_trace_shows_its_training(self, training: Run, exitwise: Command) -> None:
         epochs(2).save(training.directory / "history.csv")
@@ -810,7 +820,7 @@ class TestLive:
         assert done.status == 0, done.err
         assert "exitwise collect" in done.out
         seen = read(training.directory / "report.html")
-        assert seen.data == {**training_report(training, live=False).data, "made": seen.data["made"]}
+        assert seen.data == {**training_report(training, live=False).data, "provenance": seen.data["provenance"]}
         assert [epoch["val_loss"] for epoch in seen.data["training"]["epochs"]] == [3.5, None]
         assert not seen.refreshes
 
@@ -850,7 +860,7 @@ class TestTables:
             r"\end{tabular}",
         ]
 
-    def test_on_the_page_they_are_those_of_the_library(self, small: Made) -> None:
+    def test_on_the_page_they_are_those_of_the_library(self, small: ReportedRun) -> None:
         ablation, decisions = small.data["tables"]
         for table, rows in ((ablation, ew.ablation(small.trace, **SETTINGS)), (decisions, decided(small.trace))):
             assert (table["range"], table["unit"]) == ([1e6, small.trace.costs.values[-1]], "MACs")
@@ -862,7 +872,7 @@ class TestTables:
             assert [row["method"] for row in parsed] == [row["method"] for row in table["rows"]]  # commas and all
             assert not set("_%#^~") & set(re.sub(r"\$[^$]*\$", "", table["latex"]))
 
-    def test_calibrations_that_exist_are_taken_as_they_are(self, small: Made) -> None:
+    def test_calibrations_that_exist_are_taken_as_they_are(self, small: ReportedRun) -> None:
         saved = small.cals["ours"]
         found = make_paper_tables(small.trace, Tuner(small.trace), methods=[VANILLA], calibrations={OURS: saved})
         assert found.calibrations[OURS] is saved
@@ -874,17 +884,17 @@ class TestTables:
             != ours["metrics"]["nlpd"]
         )
 
-    def test_curves_are_the_papers_sweep(self, small: Made) -> None:
+    def test_curves_are_the_papers_sweep(self, small: ReportedRun) -> None:
         assert [curve["name"] for curve in small.data["curves"]] == list(METHODS)
-        test, costs = of_test(small.trace), small.trace.costs
-        preds = {side: cal.predict(test) for side, cal in small.cals.items()}
+        test, costs = get_test(small.trace), small.trace.costs
+        preds = {model: cal.predict(test) for model, cal in small.cals.items()}
         policies = sweep(small.cals["ours"].predict(small.trace.val), costs=costs)
         curves = {curve["name"]: curve["metrics"] for curve in small.data["decisions"]}
         assert list(curves) == [VANILLA, DECISIONS, OUR_MODEL]
         assert curves[OUR_MODEL] == small.data["curves"][-1]["metrics"]
-        for name, side in ((OUR_MODEL, "ours"), (DECISIONS, "vanilla")):
+        for name, model in ((OUR_MODEL, "ours"), (DECISIONS, "vanilla")):
             results = [
-                ew.evaluate(preds[side], labels=test.labels, policy=p, costs=costs, decide_with=preds["ours"])
+                ew.evaluate(preds[model], labels=test.labels, policy=p, costs=costs, decide_with=preds["ours"])
                 for p in policies
             ]
             assert curves[name]["nlpd"] == sorted(
@@ -892,7 +902,7 @@ class TestTables:
             )
 
     @pytest.mark.slow
-    def test_published_are_those_of_the_net(self, shipped: Made, small: Made) -> None:
+    def test_published_are_those_of_the_net(self, shipped: ReportedRun, small: ReportedRun) -> None:
         assert zoo.place("cifar100-small") == ("CIFAR-100", "small")
         assert zoo.place("caltech256-large") == ("Caltech-256", "large")
         for preset in ("", "tiny-8", "cifar100-resnet14", "small", "cifar100-"):
@@ -912,7 +922,7 @@ class TestTables:
                     assert mine["published_change"][name] * factor == pytest.approx(moved, abs=1e-9)
 
     @pytest.mark.slow
-    def test_published_curves_are_of_the_nets_data_set(self, shipped: Made, small: Made) -> None:
+    def test_published_curves_are_of_the_nets_data_set(self, shipped: ReportedRun, small: ReportedRun) -> None:
         curves = shipped.data["published"]
         assert small.data["published"] == []
         found = [
@@ -932,7 +942,7 @@ class TestTables:
         assert {*own} == {True, False}
 
     @pytest.mark.slow
-    def test_what_laplace_costs(self, shipped: Made) -> None:
+    def test_what_laplace_costs(self, shipped: ReportedRun) -> None:
         ours, *paper = shipped.data["laplace_costs"]
         rows = cost_table(models.msdnet("cifar100-small"), (3, 32, 32))
         assert ours["vanilla"] == [row.vanilla for row in rows]

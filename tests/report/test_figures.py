@@ -1,4 +1,4 @@
-"""Figures for papers: every file is there and whole, shows the report's own numbers, and bears any net and any name."""
+"""Figures for papers: every file is complete and shows the report's numbers, for any net and any class names."""
 
 import io
 import sys
@@ -19,10 +19,10 @@ from PIL import Image
 import exitwise as ew
 from exitwise.core.files import write_json
 from exitwise.report import published
-from exitwise.report.build import Report, ReportOptions, build
+from exitwise.report.build import Report, ReportOptions, build_report
 from exitwise.report.figures import curves, uncertainty
 from exitwise.report.figures.style import STYLE, fit_text
-from exitwise.report.figures.write import write
+from exitwise.report.figures.write import write_figures
 from exitwise.report.images import SpriteSheet
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.history import History
@@ -48,14 +48,14 @@ FIGURES = ("budget-curves", "uncertainty-error", "entropy-correct-wrong", "relia
 TABLES = ("ablation.tex", "ablation.csv", "decision_experiment.tex", "decision_experiment.csv")
 
 
-def reported(place: Path, exits: int, unit: str = "MACs", channels: int = 3, **order: Any) -> Report:
-    """Of a random trace; with pictures, and without the paper's nine nets, which take long to draw."""
+def reported(place: Path, exits: int, unit: str = "MACs", channels: int = 3, **options: Any) -> Report:
+    """Report on a random trace, with images, and without the paper's nine nets, which take long to draw."""
     costs = ew.Costs(tuple((2 if unit == "ms" else 1e6) * (k + 1) ** 1.5 for k in range(exits)), unit)
     place.mkdir()
     trace = replace(random_trace(n=60, widths=tuple(range(4, 4 + exits))), classes=NAMES, costs=costs)
     trace.save(place / "trace.safetensors")
     write_json(place / "run.json", run_metadata({"net": "mine:net"}, {"name": "own"}))
-    data = build(Run(place), ReportOptions(**order)).data
+    data = build_report(Run(place), ReportOptions(**options)).data
     pixels = torch.randint(0, 256, (60, channels, 8, 8), generator=torch.Generator().manual_seed(0))
     own = [bars for bars in data["laplace_costs"] if bars.get("own")]
     return Report({**data, "laplace_costs": own}, SpriteSheet(pixels.byte(), 8, b"", "png"))
@@ -67,19 +67,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def check_files(files: list[Path], figures: list[str], tables: tuple[str, ...] = TABLES) -> None:
-    """All there, in their order, nothing else, and each whole."""
+    """Check that exactly these files exist, in this order, and that each is complete."""
     names = [f"{name}.{kind}" for name in figures for kind in ("png", "pdf")]
     assert [file.name for file in files] == [*names, *tables]
     assert {file.name for file in files[0].parent.iterdir()} == {*names, *tables}
     for file in files:
         content = file.read_bytes()
         if file.suffix == ".png":
-            with Image.open(io.BytesIO(content)) as picture:
-                picture.load()
-                assert picture.info["dpi"] == pytest.approx((200, 200), abs=0.1)
-                assert picture.width >= 700
-                assert picture.height >= 400
-                assert np.asarray(picture.convert("L")).std() > 5
+            with Image.open(io.BytesIO(content)) as image:
+                image.load()
+                assert image.info["dpi"] == pytest.approx((200, 200), abs=0.1)
+                assert image.width >= 700
+                assert image.height >= 400
+                assert np.asarray(image.convert("L")).std() > 5
         elif file.suffix == ".pdf":
             assert content.startswith(b"%PDF-")
             assert content.rstrip().endswith(b"%%EOF")
@@ -95,7 +95,7 @@ def test_everything_that_a_report_has_is_written(small: Report, tmp_path: Path) 
         "published": published.curves("cifar100-small"),
         "laplace_costs": [*small.data["laplace_costs"], *published.laplace_costs()],
     }
-    files = write(replace(small, data=data), tmp_path / "new" / "figures")
+    files = write_figures(replace(small, data=data), tmp_path / "new" / "figures")
     first, *rest = FIGURES
     costs = ["laplace-cost", "laplace-cost-published"]
     check_files(files, [first, "budget-curves-published", *rest, *costs, "galleries", "training"])
@@ -108,7 +108,7 @@ def test_everything_that_a_report_has_is_written(small: Report, tmp_path: Path) 
 @pytest.mark.slow
 def test_one_exit_beside_nothing_else(tmp_path: Path) -> None:
     report = reported(tmp_path / "run", 1, channels=1)
-    check_files(write(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
+    check_files(write_figures(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
 
 
 @pytest.mark.slow
@@ -116,26 +116,26 @@ def test_eight_exits_against_runs_with_strange_names(tmp_path: Path) -> None:
     other = tmp_path / "_$x_{run}"
     reported(other, 1)
     report = reported(tmp_path / "run", 8, against=(other,))
-    check_files(write(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
+    check_files(write_figures(report, tmp_path / "out"), [*FIGURES, "laplace-cost", "galleries"])
     with matplotlib.rc_context(STYLE):
-        figure = curves.budget_curves_figure(report.data, report.data["explorers"][0], report.data["others"], ())
-    said = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert said[:2] == ["run _$x_{run} (_$x_{run}): vanilla", "run _$x_{run} (_$x_{run}): calibrated"]
+        figure = curves.budget_curves_figure(report.data, report.data["explorers"][0], report.data["other_runs"], ())
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:2] == ["run _$x_{run} (_$x_{run}): vanilla", "run _$x_{run} (_$x_{run}): calibrated"]
 
 
 @pytest.mark.slow
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
-    """In milliseconds there is nothing published and nothing of MACs; numbers that are none are None."""
+    """In milliseconds there are no published curves and no costs in MACs; non-finite values are None."""
     data = {**reported(tmp_path / "run", 2, "ms").data, "published": published.curves("cifar100-small")}
     explorer = data["explorers"][0]
-    places = [(at["metrics"], at["reliability"]) for side in data["uncertainty"].values() for at in side]
-    places += [(step[side], step[side]["reliability"]) for step in explorer["steps"] for side in ("ours", "vanilla")]
+    places = [(at["metrics"], at["reliability"]) for exits in data["uncertainty"].values() for at in exits]
+    places += [(step[model], step[model]["reliability"]) for step in explorer["steps"] for model in ("ours", "vanilla")]
     for metrics, bins in places:
         metrics |= {"auroc": None, "nlpd": None}
         bins |= {"count": [0] * 10, "confidence": [None] * 10, "accuracy": [None] * 10}
     for step in explorer["steps"]:
         step["ours"]["intervals"]["nlpd"] = [None, None]
-    check_files(write(Report(data), tmp_path / "out"), list(FIGURES))
+    check_files(write_figures(Report(data), tmp_path / "out"), list(FIGURES))
 
 
 def test_budget_curves_are_the_reports(small: Report) -> None:
@@ -143,10 +143,10 @@ def test_budget_curves_are_the_reports(small: Report) -> None:
     with matplotlib.rc_context(STYLE):
         panels = curves.budget_curves_figure(small.data, explorer, (), ()).axes
     for axes, metric, times in zip(panels, ("top1", "top5", "nlpd", "ece"), (100, 100, 1, 1), strict=True):
-        for side, curve, mark, band in zip(
+        for model, curve, mark, band in zip(
             ("ours", "vanilla"), axes.lines[::2], axes.lines[1::2], axes.collections, strict=True
         ):
-            steps = [step[side] for step in explorer["steps"]]
+            steps = [step[model] for step in explorer["steps"]]
             expected = sorted([step["cost"] / 1e6, times * step[metric]] for step in steps)
             assert sorted(curve.get_xydata().tolist()) == [pytest.approx(pair) for pair in expected]
             chosen = steps[explorer["chosen"]]
@@ -158,17 +158,18 @@ def test_budget_curves_are_the_reports(small: Report) -> None:
 
 def test_uncertainty_shows_every_point_and_the_shares(small: Report) -> None:
     with matplotlib.rc_context(STYLE):
-        panels = np.reshape(np.array(uncertainty.against_error(small.data).axes), (4, 3))
+        panels = np.reshape(np.array(uncertainty.uncertainty_error_figure(small.data).axes), (4, 3))
     labels = np.array(small.data["points"]["label"])
     for k in range(3):
-        shares = [small.data["uncertainty"][side][k]["erring_share"] for side in ("ours", "vanilla")]
-        assert panels[0, k].get_title().endswith(f"ours {shares[0]:.1%}, vanilla {shares[1]:.1%}".replace("%", " %"))
-        for row, side in ((1, "ours"), (2, "vanilla")):
-            said = {name: np.array(values[k]) for name, values in small.data["points"][side].items()}
-            points = np.stack([said["entropy"], said["error"]], axis=1) / 1000
-            right, wrong = panels[row, k].lines[-2:]
-            np.testing.assert_array_equal(right.get_xydata(), points[said["predicted"] == labels])
-            np.testing.assert_array_equal(wrong.get_xydata(), points[said["predicted"] != labels])
+        shares = [small.data["uncertainty"][model][k]["high_error_share"] for model in ("ours", "vanilla")]
+        title = f"calibrated {shares[0]:.1%}\nvanilla {shares[1]:.1%}".replace("%", " %")
+        assert panels[0, k].get_title().endswith(title)
+        for row, model in ((1, "ours"), (2, "vanilla")):
+            preds = {name: np.array(values[k]) for name, values in small.data["points"][model].items()}
+            points = np.stack([preds["entropy"], preds["error"]], axis=1) / 1000
+            correct, wrong = panels[row, k].lines[-2:]
+            np.testing.assert_array_equal(correct.get_xydata(), points[preds["predicted"] == labels])
+            np.testing.assert_array_equal(wrong.get_xydata(), points[preds["predicted"] != labels])
             assert [text.get_text() for text in panels[row, k].texts] == ["tricky", "hard", "easy"]
     assert panels[0, 0].get_xlim() == pytest.approx((0, np.log(5)))
 
@@ -176,10 +177,10 @@ def test_uncertainty_shows_every_point_and_the_shares(small: Report) -> None:
 def test_reliability_leaves_out_empty_bins(small: Report) -> None:
     explorer = small.data["explorers"][0]
     with matplotlib.rc_context(STYLE):
-        panels = np.reshape(np.array(uncertainty.reliability(small.data).axes), (4, 4))
-    for row, side in ((0, "vanilla"), (2, "ours")):
-        chosen = explorer["steps"][explorer["chosen"]][side]
-        shown = [(at["metrics"], at["reliability"]) for at in small.data["uncertainty"][side]]
+        panels = np.reshape(np.array(uncertainty.reliability_figure(small.data).axes), (4, 4))
+    for row, model in ((0, "vanilla"), (2, "ours")):
+        chosen = explorer["steps"][explorer["chosen"]][model]
+        shown = [(at["metrics"], at["reliability"]) for at in small.data["uncertainty"][model]]
         for axes, (metrics, bins) in zip(panels[row], [*shown, (chosen, chosen["reliability"])], strict=True):
             full = [accuracy for accuracy in bins["accuracy"] if accuracy is not None]
             assert len(full) < 10
@@ -187,21 +188,21 @@ def test_reliability_leaves_out_empty_bins(small: Report) -> None:
             assert axes.texts[0].get_text() == f"ECE {metrics['ece']:.3f}\nAUROC {metrics['auroc']:.3f}"
 
 
-def test_pictures_say_what_the_net_said_where_it_stopped(small: Report) -> None:
+def test_images_have_label_prediction_and_exit(small: Report) -> None:
     assert small.sheet is not None
     rows = uncertainty.gallery_rows(small.data)
     explorer, points = small.data["explorers"][0], small.data["points"]
     with matplotlib.rc_context(STYLE):
-        figure = uncertainty.galleries(small.data, small.sheet.pixels.numpy(), rows)
+        figure = uncertainty.galleries_figure(small.data, small.sheet.pixels.numpy(), rows)
         figure.draw_without_rendering()
     panels = np.reshape(np.array(figure.axes), (len(rows), 8))
     for row, (name, shown) in zip(panels, rows.items(), strict=True):
         for axes, i in zip(row, shown, strict=False):
             k = int(explorer["exits"]["ours"][explorer["chosen"]][i])
-            asked = k if name in ("saved", "lost") else small.data["net"]["exits"] - 1
-            labels = points["label"][i], points["ours"]["predicted"][asked][i]
-            words = [fit_text(f"{what}: {NAMES[c]}", 6, 66) for what, c in zip(("true", "said"), labels, strict=True)]
-            assert axes.get_title("left").split("\n") == [*words, f"exit {k + 1}"]
+            predicting = k if name in ("saved", "lost") else small.data["net"]["exits"] - 1
+            labels = points["label"][i], points["ours"]["predicted"][predicting][i]
+            lines = [fit_text(f"{key}: {NAMES[c]}", 6, 66) for key, c in zip(("true", "pred"), labels, strict=True)]
+            assert axes.get_title("left").split("\n") == [*lines, f"exit {k + 1}"]
             np.testing.assert_array_equal(axes.images[0].get_array(), small.sheet.pixels[i].permute(1, 2, 0).numpy())
         titles = [axes.findobj(lambda text, at=axes: _is_title(text, at))[0] for axes in row[: len(shown)]]
         assert not any(title.get_parse_math() for title in titles)
@@ -222,21 +223,21 @@ def test_names_are_plain_short_lines_in_letters_that_can_be_drawn() -> None:
 
 
 def test_a_training_alone_is_the_same_under_any_settings(tmp_path: Path) -> None:
-    report = Report({"net": {"run": "run"}, "training": TRAINING, "made": []})
-    check_files(write(report, tmp_path / "plain"), ["training"], ())
+    report = Report({"net": {"run": "run"}, "training": TRAINING, "provenance": []})
+    check_files(write_figures(report, tmp_path / "plain"), ["training"], ())
     with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "font.size": 30}):
         before = dict(matplotlib.rcParams)
-        write(report, tmp_path / "other")
+        write_figures(report, tmp_path / "other")
         assert dict(matplotlib.rcParams) == before
     for name in ("training.png", "training.pdf"):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-    assert write(Report({"training": {"epochs": [], "of": 3}}), tmp_path / "none") == []
+    assert write_figures(Report({"training": {"epochs": [], "of": 3}}), tmp_path / "none") == []
 
 
 def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ew.InputError, match=r"figures need matplotlib: pip install 'exitwise\[report\]'"):
-        write(Report({"training": TRAINING}), tmp_path / "out")
+        write_figures(Report({"training": TRAINING}), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,29 +245,29 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(ew.InputError, match="file is a file"):
-            write(Report({"training": TRAINING}), place)
+            write_figures(Report({"training": TRAINING}), place)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ew.InputError, match="link cannot be made"):
-        write(Report({"training": TRAINING}), tmp_path / "link")
+    with pytest.raises(ew.InputError, match="link cannot be created"):
+        write_figures(Report({"training": TRAINING}), tmp_path / "link")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report({"training": TRAINING})
-    write(report, tmp_path / "old")
+    write_figures(report, tmp_path / "old")
     before = contents(tmp_path)
 
-    def interrupted(*_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(History, "figure", interrupted)
+        patch.setattr(History, "figure", interrupt)
         for name in ("old", "new"):
             with pytest.raises(KeyboardInterrupt):
-                write(report, tmp_path / name)
+                write_figures(report, tmp_path / name)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", interrupted)
+        patch.setattr(Path, "write_bytes", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            write(report, tmp_path / "old")
+            write_figures(report, tmp_path / "old")
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]

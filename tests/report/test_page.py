@@ -1,4 +1,4 @@
-"""The report as people meet it: in Chromium, with the network off. Screenshots are left in build/screenshots."""
+"""The report in Chromium, without a network. Screenshots are saved in build/screenshots."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.core.costs import Costs
 from exitwise.core.files import write_json
 from exitwise.report import page as pages
-from exitwise.report.build import Report, ReportOptions, build, training_report
+from exitwise.report.build import Report, ReportOptions, build_report, training_report
 from exitwise.runs.run import Run
 from exitwise.training.history import EpochRecord, History
 
@@ -38,28 +38,28 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = shutil.which("chromium")
-    if found is None:
+    executable = shutil.which("chromium")
+    if executable is None:
         pytest.skip("needs a browser: apt-get install chromium")
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield launched
         launched.close()
 
 
 @dataclass
 class Tab:
-    """A page that was opened, and what went wrong or out of it."""
+    """An open page, its errors, and its requests."""
 
     page: Page
     problems: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     def text(self, selector: str) -> str:
         return self.page.inner_text(selector)
 
     def move(self, step: int) -> None:
-        """The slider, as a hand or a script moves it."""
+        """Move the slider."""
         self.page.locator("#budget").fill(str(step))
 
 
@@ -68,26 +68,26 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Open]:
-    """Opens files; every test fails that leaves an error in the console or asks the network for anything."""
+    """Return a function that opens files; a test fails if the console shows an error or the page requests a URL."""
     contexts, tabs = [], []
 
-    def opened(file: Path, width: int = 1440, theme: str = "light") -> Tab:
+    def open_file(file: Path, width: int = 1440, theme: str = "light") -> Tab:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=True)  # type: ignore[arg-type]
         contexts.append(context)
-        made = Tab(context.new_page())
-        tabs.append(made)
-        made.page.on("console", lambda message: made.problems.append(message.text))
-        made.page.on("pageerror", lambda error: made.problems.append(str(error)))
-        made.page.on("dialog", lambda dialog: made.problems.append(f"dialog: {dialog.message}"))
-        made.page.on("request", lambda request: made.asked.append(request.url))
-        made.page.goto(file.as_uri())
-        made.page.wait_for_selector("html[data-ready=yes]", state="attached")
-        return made
+        opened = Tab(context.new_page())
+        tabs.append(opened)
+        opened.page.on("console", lambda message: opened.problems.append(message.text))
+        opened.page.on("pageerror", lambda error: opened.problems.append(str(error)))
+        opened.page.on("dialog", lambda dialog: opened.problems.append(f"dialog: {dialog.message}"))
+        opened.page.on("request", lambda request: opened.requests.append(request.url))
+        opened.page.goto(file.as_uri())
+        opened.page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return opened
 
-    yield opened
-    for made in tabs:
-        assert made.problems == []
-        assert all(url.startswith(("file:", "data:")) for url in made.asked)
+    yield open_file
+    for opened in tabs:
+        assert opened.problems == []
+        assert all(url.startswith(("file:", "data:")) for url in opened.requests)
     for context in contexts:
         context.close()
 
@@ -103,21 +103,21 @@ class Written:
 
 
 def written(report: Report, file: Path) -> Written:
-    pages.write(report, file)
+    pages.write_page(report, file)
     return Written(file, report)
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Written:
-    """The shipped net, as after the demo; with its real pictures where they are at hand."""
+    """Report on the shipped net as after the demo, with its real images if they are available."""
     place = tmp_path_factory.mktemp("zoo")
     root = request.getfixturevalue("cifar100") if SHARED.is_dir() else None
-    return written(build(Run(zoo_run(place / "run")), ReportOptions(root=root)), place / "run" / "report.html")
+    return written(build_report(Run(zoo_run(place / "run")), ReportOptions(root=root)), place / "run" / "report.html")
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of pictures that everybody has, from nothing to the report, with times, and another beside it."""
+    """Report on a run on digits, from training on, with times and a second run to compare with."""
     place = tmp_path_factory.mktemp("digits")
     for name in ("run", "other"):
         perform("train", "--data", "digits", "--epochs", "2", "--seed", str(len(name)), "--out", str(place / name))
@@ -130,10 +130,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Class names from a data set that means no good."""
+    """Report on a run with hostile class names."""
     place = tmp_path_factory.mktemp("hostile")
     trace = replace(random_trace(), classes=HOSTILE)
-    return written(build(Run(new_run(place / "<b>run", trace)), ReportOptions()), place / "report.html")
+    return written(build_report(Run(new_run(place / "<b>run", trace)), ReportOptions()), place / "report.html")
 
 
 def shown_percent(value: float) -> str:
@@ -146,26 +146,26 @@ class TestBudget:
         seen = tab(zoo.file)
         trace = ew.Trace.load(zoo.file.parent / "trace.safetensors")
         assert trace.test is not None
-        sides = {name: ew.calibrate(trace, method) for name, method in (("vanilla", VANILLA), ("ours", OURS))}
-        val = {name: cal.predict(trace.val) for name, cal in sides.items()}
-        test = {name: cal.predict(trace.test) for name, cal in sides.items()}
+        cals = {name: ew.calibrate(trace, method) for name, method in (("vanilla", VANILLA), ("ours", OURS))}
+        val = {name: cal.predict(trace.val) for name, cal in cals.items()}
+        test = {name: cal.predict(trace.test) for name, cal in cals.items()}
         steps = zoo.data["explorers"][0]["steps"]
         for step in (0, 7, 23, len(steps) - 1):
             seen.move(step)
             budget = steps[step]["budget"]
-            for side in sides:
-                policy = ew.fit_policy(val[side], trace.val.labels, trace.costs, budget=budget)
-                found = ew.evaluate(test[side], labels=trace.test.labels, policy=policy, costs=trace.costs)
-                assert seen.text(f"#{side}-top1") == shown_percent(found.top1)
-                assert seen.text(f"#{side}-nlpd") == f"{found.nlpd:.3f}"
-                assert seen.text(f"#{side}-ece") == f"{found.ece:.3f}"
-                assert seen.text(f"#{side}-cost") == f"{found.cost / 1e6:.4g}"
+            for model in cals:
+                policy = ew.fit_policy(val[model], trace.val.labels, trace.costs, budget=budget)
+                found = ew.evaluate(test[model], labels=trace.test.labels, policy=policy, costs=trace.costs)
+                assert seen.text(f"#{model}-top1") == shown_percent(found.top1)
+                assert seen.text(f"#{model}-nlpd") == f"{found.nlpd:.3f}"
+                assert seen.text(f"#{model}-ece") == f"{found.ece:.3f}"
+                assert seen.text(f"#{model}-cost") == f"{found.cost / 1e6:.4g}"
                 rows = seen.page.locator("#exits tbody tr")
-                first = 1 if side == "vanilla" else 4
+                first = 1 if model == "vanilla" else 4
                 for k, share in enumerate(found.exit_shares):
                     cells = rows.nth(k).locator("td").all_inner_texts()
                     threshold = policy.thresholds[k]
-                    word = {np.inf: "nobody", -np.inf: "everyone"}.get(threshold, f"{threshold:.4f}")
+                    word = {np.inf: "no sample", -np.inf: "all samples"}.get(threshold, f"{threshold:.4f}")
                     assert cells[first : first + 2] == [word, f"{100 * share:.1f} %"]
 
     def test_the_point_moves_along_the_curves_and_the_words_with_it(self, zoo: Written, tab: Open) -> None:
@@ -225,9 +225,9 @@ class TestBudget:
 
 @pytest.mark.slow
 class TestPoints:
-    def test_a_click_shows_the_sample_and_its_picture(self, digits: Path, tab: Open) -> None:
+    def test_a_click_shows_the_sample_and_its_image(self, digits: Path, tab: Open) -> None:
         seen = tab(digits)
-        scatter = seen.page.locator("svg[data-side=ours]")
+        scatter = seen.page.locator("svg[data-model=ours]")
         scatter.scroll_into_view_if_needed()
         scatter.focus()
         seen.page.keyboard.press("ArrowRight")
@@ -241,14 +241,13 @@ class TestPoints:
         trace = ew.Trace.load(digits.parent / "trace.safetensors")
         assert trace.test is not None
         assert trace.test.index is not None
-        words = detail.inner_text()
-        position = int(words.split("test sample ")[1].split(".")[0].replace(",", ""))
+        position = int(detail.inner_text().split("test sample ")[1].split(".")[0].replace(",", ""))
         place = trace.test.index.tolist().index(position)
         assert detail.locator("h3").inner_text() == str(int(trace.test.labels[place]))
-        pictures = data.load("digits")[0]
-        there = pictures.index.tolist().index(position)
-        pixels = pictures.pixels_of(pictures.index[there : there + 1] * 0 + there, None, None)[0, 0].numpy()
-        shot = Image.open(BytesIO(detail.locator(".picture i").screenshot())).convert("L")
+        images = data.load("digits")[0]
+        row = images.index.tolist().index(position)
+        pixels = images.pixels_of(images.index[row : row + 1] * 0 + row, None, None)[0, 0].numpy()
+        shot = Image.open(BytesIO(detail.locator(".image i").screenshot())).convert("L")
         side = shot.size[0] / 8
         middles = [[shot.getpixel((int((x + 0.5) * side), int((y + 0.5) * side))) for x in range(8)] for y in range(8)]
         assert np.abs(np.array(middles) - pixels.astype(int)).max() <= 2
@@ -260,28 +259,28 @@ class TestPoints:
         rows = seen.page.locator("#detail tbody tr")
         assert rows.count() == 4
         for k in range(4):
-            for side, cell in (("vanilla", 1), ("ours", 2)):
-                said = zoo.data["classes"][zoo.data["points"][side]["predicted"][k][point]]
-                assert said in rows.nth(k).locator("td").nth(cell).inner_text()
-        assert seen.page.locator("#detail").inner_text().count("leaves here") == 2
+            for model, cell in (("vanilla", 1), ("ours", 2)):
+                predicted = zoo.data["classes"][zoo.data["points"][model]["predicted"][k][point]]
+                assert predicted in rows.nth(k).locator("td").nth(cell).inner_text()
+        assert seen.page.locator("#detail").inner_text().count("exits here") == 2
 
     def test_hovering_says_what_a_point_is(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
-        scatter = seen.page.locator("svg[data-side=vanilla]")
+        scatter = seen.page.locator("svg[data-model=vanilla]")
         scatter.scroll_into_view_if_needed()
         box = scatter.bounding_box()
         assert box is not None
         seen.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
         seen.page.mouse.move(box["x"] + box["width"] / 4 + 2, box["y"] + 52)
-        assert "sure\nentropy" in seen.text("#tip")
+        assert " %\nentropy" in seen.text("#tip")
 
-    def test_another_exit_is_another_picture(self, zoo: Written, tab: Open) -> None:
+    def test_another_exit_shows_other_points(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file)
-        marks = seen.page.locator("svg[data-side=ours] path.points.wrong")
+        marks = seen.page.locator("svg[data-model=ours] path.points.wrong")
         before = marks.get_attribute("d")
         seen.page.get_by_role("group", name="At").first.get_by_label("exit 1").check()
         assert marks.get_attribute("d") != before
-        share = zoo.data["uncertainty"]["ours"][0]["erring_share"]
+        share = zoo.data["uncertainty"]["ours"][0]["high_error_share"]
         assert f"{100 * share:.2f} % of samples" in seen.page.locator("#uncertainty").inner_text()
 
 
@@ -297,13 +296,11 @@ class TestExamples:
                 assert seen.page.locator(f"#tiles-{kind} strong").all_inner_texts() == labels
             assert f"{found['samples']:,} of 10,000 samples" in seen.page.locator("#examples").inner_text()
 
-    def test_without_pictures_it_says_how_to_get_them(self, zoo: Written, tab: Open, tmp_path: Path) -> None:
-        bare = replace(
-            zoo.report, data={**zoo.data, "pictures": None, "pictures_note": "No pictures: --root"}, sheet=None
-        )
+    def test_without_images_it_says_how_to_get_them(self, zoo: Written, tab: Open, tmp_path: Path) -> None:
+        bare = replace(zoo.report, data={**zoo.data, "images": None, "images_note": "No images: --root"}, sheet=None)
         seen = tab(written(bare, tmp_path / "bare.html").file)
-        assert "No pictures: --root" in seen.page.locator("#examples .note").inner_text()
-        assert seen.page.locator("#examples .picture").count() == 0
+        assert "No images: --root" in seen.page.locator("#examples .note").inner_text()
+        assert seen.page.locator("#examples .image").count() == 0
         assert "entropy 0." in seen.page.locator("#tiles-easy").inner_text()
 
 
@@ -381,15 +378,15 @@ class TestLook:
         assert seen.page.evaluate(OVERLAPS) == []
 
     def test_themes(self, zoo: Written, tab: Open) -> None:
-        colour = "getComputedStyle(document.body).backgroundColor"
+        color = "getComputedStyle(document.body).backgroundColor"
         seen = tab(zoo.file, theme="dark")
-        dark = seen.page.evaluate(colour)
+        dark = seen.page.evaluate(color)
         seen.page.click("#theme")
-        light = seen.page.evaluate(colour)
+        light = seen.page.evaluate(color)
         assert (dark, light) == ("rgb(20, 23, 27)", "rgb(255, 255, 255)")
         seen.page.reload()
         seen.page.wait_for_selector("html[data-ready=yes]", state="attached")
-        assert seen.page.evaluate(colour) == light  # what was chosen is remembered
+        assert seen.page.evaluate(color) == light  # the choice is remembered
 
     def test_prints(self, zoo: Written, tab: Open) -> None:
         seen = tab(zoo.file, theme="dark")
@@ -419,9 +416,9 @@ class TestLook:
         }
         assert wanted <= reached
 
-    def test_pictures_in_print_and_themes_need_no_network(self, digits: Path, tab: Open) -> None:
+    def test_images_in_print_and_themes_need_no_network(self, digits: Path, tab: Open) -> None:
         seen = tab(digits)
-        style = "getComputedStyle(document.querySelector('#tiles-easy .picture i')).backgroundImage.slice(0, 22)"
+        style = "getComputedStyle(document.querySelector('#tiles-easy .image i')).backgroundImage.slice(0, 22)"
         assert seen.page.evaluate(style) == 'url("data:image/png;ba'
 
 
@@ -453,53 +450,54 @@ class TestLive:
         place = new_run(tmp_path / "run", random_trace(), {"recipe": {"epochs": 3}})
         (place / "trace.safetensors").unlink()
         file = place / "report.html"
-        pages.write(training_report(Run(place), live=True), file)
+        pages.write_page(training_report(Run(place), live=True), file)
         seen = tab(file)
-        assert "Not one epoch" in seen.text("#epochs")
+        assert "No epoch is complete" in seen.text("#epochs")
         self.epochs(2).save(place / "history.csv")
-        pages.write(training_report(Run(place), live=True), file)
+        pages.write_page(training_report(Run(place), live=True), file)
         expect(seen.page.locator("#epochs")).to_contain_text("2 of 3 epochs", timeout=60_000)
         assert seen.page.locator("#training .figure path.line").count() == 4
         self.epochs(3).save(place / "history.csv")
-        pages.write(training_report(Run(place), live=False), file)
+        pages.write_page(training_report(Run(place), live=False), file)
         expect(seen.page.locator("#epochs")).to_contain_text("3 of 3 epochs", timeout=60_000)
         assert seen.page.locator("meta[http-equiv=refresh]").count() == 0
-        assert "that of epoch 3" in seen.text("#epochs")
+        assert "The weights of epoch 3 are kept" in seen.text("#epochs")
         replace(self.epochs(3), kept=(2, 0)).save(place / "history.csv")
-        pages.write(training_report(Run(place), live=False), file)
+        pages.write_page(training_report(Run(place), live=False), file)
         seen.page.reload()
-        assert "exit 1 of epoch 2, exit 2 as it was" in seen.text("#epochs")
+        assert "exit 1 from epoch 2, exit 2 unchanged" in seen.text("#epochs")
 
 
 def test_one_exit(tab: Open, tmp_path: Path) -> None:
     trace = replace(random_trace(widths=(6,)), costs=Costs((1e6,)))
     seen = tab(
-        written(build(Run(new_run(tmp_path / "run", trace)), ReportOptions()), tmp_path / "report.html").file, 390
+        written(build_report(Run(new_run(tmp_path / "run", trace)), ReportOptions()), tmp_path / "report.html").file,
+        390,
     )
     assert "A network with one exit" in seen.page.locator("#headline").inner_text()
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-# Pairs of words in one chart that lie over each other.
+# Pairs of texts in one chart that overlap.
 OVERLAPS = """() => [...document.querySelectorAll(".figure svg")].flatMap((svg) => {
   const boxes = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
   const over = ([a, p], [b, q]) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
     && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4;
-  return boxes.flatMap((one, i) => boxes.slice(i + 1).filter((other) => over(one, other))
-    .map((other) => `${one[0]} / ${other[0]}`));
+  return boxes.flatMap((first, i) => boxes.slice(i + 1).filter((second) => over(first, second))
+    .map((second) => `${first[0]} / ${second[0]}`));
 })"""
 
-# Words whose colour differs too little from what is behind them (WCAG AA: 4.5).
+# Texts with too little contrast to the background (WCAG AA: 4.5).
 FAINT = """() => {
-  const light = (colour) => {
+  const light = (color) => {
     const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => linear(Number(v) / 255));
+    const [r, g, b] = color.match(/[\\d.]+/g).map((v) => linear(Number(v) / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (node) => {
     for (; node; node = node.parentElement) {
-      const colour = getComputedStyle(node).backgroundColor;
-      if (!/, 0\\)$/.test(colour) && colour !== "transparent") return colour;
+      const color = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(color) && color !== "transparent") return color;
     }
     return "rgb(255, 255, 255)";
   };

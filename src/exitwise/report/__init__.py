@@ -1,1 +1,1 @@
-"""The report: what a run's net knows, on one page and as figures."""
+"""The report on a run: an interactive page, and figures for papers."""

@@ -1,4 +1,4 @@
-"""What every budget buys, by the plain net and the calibrated one: the numbers behind the slider. NumPy alone."""
+"""The vanilla and the calibrated model at every budget: the data behind the page's slider. NumPy only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.policies.policy import Policy, thresholds_to_json
-from exitwise.report.evaluated_model import EvaluatedModel, reliability
+from exitwise.report.evaluated_model import EvaluatedModel, reliability_bins
 from exitwise.runs.policies import PolicyOptions
 
-SLIDER_STEPS = 41  # of the slider
-GALLERY_SIZE = 12  # samples in a gallery
+SLIDER_STEPS = 41
+GALLERY_SIZE = 12  # maximum number of samples
 
 
 def budget_grid(costs: Costs, chosen: float) -> list[float]:
-    """Budgets from the first exit's cost to the last's, with the chosen one among them."""
+    """Return equally spaced budgets from the first exit's cost to the last exit's, and the chosen budget, sorted."""
     low, high = costs.values[0], costs.values[-1]
     if low == high:
         return [low]
@@ -27,21 +27,21 @@ def budget_grid(costs: Costs, chosen: float) -> list[float]:
 def explore_budgets(
     vanilla: EvaluatedModel, ours: EvaluatedModel, costs: Costs, chosen: float, bootstrap: Bootstrap, points: Array
 ) -> dict[str, Any]:
-    """Both sides at every budget, with intervals, and what became of the samples that are shown as points."""
+    """Evaluate both models at every budget, with bootstrap intervals, and list the exits of the samples `points`."""
     budgets = budget_grid(costs, chosen)
-    before, after = sides = [_BudgetSweep(side, costs, budgets) for side in (vanilla, ours)]
+    sweeps = {"vanilla": _BudgetSweep(vanilla, costs, budgets), "ours": _BudgetSweep(ours, costs, budgets)}
     steps = []
     for i, budget in enumerate(budgets):
-        drawn = [bootstrap.resampled_metrics(walk.columns(i)) for walk in sides]
-        both = [walk.step(i, found) for walk, found in zip(sides, drawn, strict=True)]
-        change = {name: _rounded(percentile_interval(drawn[1][name] - drawn[0][name])) for name in drawn[0]}
+        resampled = {name: bootstrap.resampled_metrics(sweep.columns(i)) for name, sweep in sweeps.items()}
         steps.append(
             {
                 "budget": budget,
-                "vanilla": both[0],
-                "ours": both[1],
-                "change": change,
-                **_moved(before, after, i, points),
+                **{name: sweep.step(i, resampled[name]) for name, sweep in sweeps.items()},
+                "change": {
+                    metric: _round_interval(percentile_interval(values - resampled["vanilla"][metric]))
+                    for metric, values in resampled["ours"].items()
+                },
+                **_find_moved_samples(sweeps["vanilla"], sweeps["ours"], i, points),
             }
         )
     return {
@@ -50,46 +50,48 @@ def explore_budgets(
         "chosen": min(range(len(budgets)), key=lambda i: abs(budgets[i] - chosen)),
         "steps": steps,
         "exits": {
-            name: ["".join(chr(ord("0") + k) for k in walk.exits[i][points]) for i in range(len(budgets))]
-            for name, walk in zip(("vanilla", "ours"), sides, strict=True)
+            name: ["".join(chr(ord("0") + k) for k in sweep.exits[i][points]) for i in range(len(budgets))]
+            for name, sweep in sweeps.items()
         },
     }
 
 
 class _BudgetSweep:
-    """One side at every budget."""
+    """One model at every budget."""
 
-    def __init__(self, side: EvaluatedModel, costs: Costs, budgets: Sequence[float]) -> None:
-        self.side = side
-        self.policies = [side.tuned.policy(costs, budget, PolicyOptions()) for budget in budgets]
-        self.exits = [policy.exits(side.preds) for policy in self.policies]
-        self.evaluations = [side.outcomes.evaluation(exits, costs) for exits in self.exits]
+    def __init__(self, model: EvaluatedModel, costs: Costs, budgets: Sequence[float]) -> None:
+        self.model = model
+        self.policies = [model.splits.fit_policy(costs, budget, PolicyOptions()) for budget in budgets]
+        self.exits = [policy.exits(model.preds) for policy in self.policies]
+        self.evaluations = [model.per_sample.evaluation(exits, costs) for exits in self.exits]
         self._costs = np.asarray(costs.values)
-        self._all = np.arange(side.preds.shape[1])
+        self._all = np.arange(model.preds.shape[1])
 
     def columns(self, i: int) -> Array:
-        return metric_columns(self.side.outcomes, self.exits[i], self._costs)
+        """Columns of per-sample metrics at budget `i`, for the bootstrap."""
+        return metric_columns(self.model.per_sample, self.exits[i], self._costs)
 
-    def right(self, i: int) -> Array:
-        """(n,) at the exit taken."""
-        return np.asarray(self.side.correct[self.exits[i], self._all])
+    def correct(self, i: int) -> Array:
+        """Mask (n,) of the samples that are correct at the exit they take."""
+        return np.asarray(self.model.correct[self.exits[i], self._all])
 
-    def step(self, i: int, drawn: dict[str, Array]) -> dict[str, Any]:
-        found = self.evaluations[i].to_dict()
-        del found["per_exit"], found["unit"], found["samples"]
-        exits, right = self.exits[i], self.right(i)
-        confidence = self.side.outcomes.confidence[exits, self._all]
+    def step(self, i: int, resampled: dict[str, Array]) -> dict[str, Any]:
+        """Everything that the page shows of the model at budget `i`."""
+        metrics = self.evaluations[i].to_dict()
+        del metrics["per_exit"], metrics["unit"], metrics["samples"]
+        exits, correct = self.exits[i], self.correct(i)
+        confidence = self.model.per_sample.confidence[exits, self._all]
         return {
-            **found,
-            **_policy(self.policies[i]),
-            "intervals": {name: _rounded(percentile_interval(values)) for name, values in drawn.items()},
-            "leaving": _leaving(exits, right, self.side.correct[-1], len(self._costs)),
-            "reliability": reliability(confidence, right),
+            **metrics,
+            **_describe_policy(self.policies[i]),
+            "intervals": {name: _round_interval(percentile_interval(values)) for name, values in resampled.items()},
+            "exited": _count_exited(exits, correct, self.model.correct[-1], len(self._costs)),
+            "reliability": reliability_bins(confidence, correct),
         }
 
 
-def _policy(policy: Policy) -> dict[str, Any]:
-    """What the page says of thresholds."""
+def _describe_policy(policy: Policy) -> dict[str, Any]:
+    """Return cost, thresholds and strategy of a policy for the page."""
     fit = policy.fit
     return {
         "val_cost": policy.cost,
@@ -98,27 +100,27 @@ def _policy(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _leaving(exits: Array, right: Array, last_right: Array, number: int) -> list[dict[str, int]]:
-    """At every exit: how many leave rightly, how many wrongly, and how many of these the last exit has right."""
+def _count_exited(exits: Array, correct: Array, correct_at_last: Array, num_exits: int) -> list[dict[str, int]]:
+    """Count per exit the correct and the wrong samples; wrong ones are avoidable if the last exit is correct."""
 
-    def count(which: Array) -> list[int]:
-        return [int(value) for value in np.bincount(exits[which], minlength=number)]
+    def count(mask: Array) -> list[int]:
+        return [int(value) for value in np.bincount(exits[mask], minlength=num_exits)]
 
-    names = ("right", "wrong", "avoidable")
-    counts = (count(right), count(~right), count(~right & last_right))
+    names = ("correct", "wrong", "avoidable")
+    counts = (count(correct), count(~correct), count(~correct & correct_at_last))
     return [dict(zip(names, row, strict=True)) for row in zip(*counts, strict=True)]
 
 
-def _moved(vanilla: _BudgetSweep, ours: _BudgetSweep, i: int, points: Array) -> dict[str, Any]:
-    """Samples that one side leaves early and wrong, while the other goes on and is right."""
-    before, after = vanilla.right(i), ours.right(i)
+def _find_moved_samples(vanilla: _BudgetSweep, ours: _BudgetSweep, i: int, points: Array) -> dict[str, Any]:
+    """Find the samples that calibration moves to a later exit and corrects (saved), and the opposite (lost)."""
+    before, after = vanilla.correct(i), ours.correct(i)
     later = ours.exits[i] - vanilla.exits[i]
     saved, lost = ~before & after & (later > 0), before & ~after & (later < 0)
     return {
-        name: {"samples": int(which.sum()), "points": np.flatnonzero(which[points])[:GALLERY_SIZE].tolist()}
-        for name, which in (("saved", saved), ("lost", lost))
+        name: {"samples": int(mask.sum()), "points": np.flatnonzero(mask[points])[:GALLERY_SIZE].tolist()}
+        for name, mask in (("saved", saved), ("lost", lost))
     }
 
 
-def _rounded(pair: tuple[float, float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in pair]
+def _round_interval(interval: tuple[float, float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in interval]

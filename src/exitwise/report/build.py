@@ -1,4 +1,4 @@
-"""Everything that the report shows, computed by the library's own functions and kept as plain data."""
+"""Data of the report: everything that it shows, computed with the library's functions, as a JSON-serializable dict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from exitwise.report.budget_explorer import budget_grid, explore_budgets
 from exitwise.report.evaluated_model import EvaluatedModel
 from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
 from exitwise.report.provenance import net_provenance, page_provenance, report_provenance
-from exitwise.runs.collect import load_calibration
 from exitwise.runs.policies import CalibratedSplits, PolicyOptions, tuner_with_settings
 from exitwise.runs.run import Run
 from exitwise.training.history import History
@@ -37,56 +36,68 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is to be reported."""
+    """Options of a report."""
 
-    method: str = OURS
-    budget: float | None = None  # in the unit of `unit`; the run's own policy's, or half of the last exit's cost
+    method: str | None = None  # None is the method of the run's chosen classifier, or else the full method
+    budget: float | None = None  # in `unit`; None is the budget of the run's policy or half of the last exit's cost
     unit: str = "MACs"
-    root: Path | None = None  # of the pictures, instead of the run's
-    against: Sequence[Path] = ()
-    command: str = ""  # that made the report, to be printed on it
+    root: Path | None = None  # folder of the dataset; None is the run's
+    against: Sequence[Path] = ()  # runs to compare with
+    command: str = ""  # command line shown in the report
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The data of a page, and the sheet of pictures where there is one."""
+    """Data of a page, and the sprite sheet if images are available."""
 
     data: dict[str, Any]
     sheet: SpriteSheet | None = None
 
     @property
     def live(self) -> bool:
+        """True if the page reloads itself while the run is training."""
         return bool(self.data.get("live"))
 
 
-def build(
-    run: Run, order: ReportOptions, known: PaperTables | None = None, progress: Progress = lambda step: None
+def build_report(
+    run: Run,
+    options: ReportOptions,
+    paper_tables: PaperTables | None = None,
+    progress: Progress = lambda step: None,
 ) -> Report:
-    """The report of a run that has a trace with a test split; `known` is a study of it that exists already."""
+    """Compute the report on a run whose trace has a test split.
+
+    Args:
+        run: The run. Nothing in it is changed; a missing calibration is computed but not saved.
+        options: Method, budget, and runs to compare with.
+        paper_tables: Tables of this run if they are already computed.
+        progress: Called with a description of each step.
+
+    Raises:
+        InputError: The trace has no test split, `method` is vanilla, or a run to compare with does not fit.
+    """
     trace = run.trace()
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to report on")
-    method = get_method(order.method)
-    if method.name == VANILLA:
-        raise InputError("the report sets a method beside the plain net: `method` must be another than vanilla")
-    own = load_calibration(run, trace, method)
-    tuner = tuner_with_settings(own, trace)
-    points = uncertainty.sample(len(trace.test))
-    units = _units(run, trace, order)
-    pictures, note = _sheet(run, order.root, trace.test, points)
+    method = _choose_method(run, options.method)
+    saved = run.calibration(method, trace)
+    tuner = tuner_with_settings(saved, trace)
+    points = uncertainty.choose_points(len(trace.test))
+    budgets = _choose_budgets(run, trace, options)
+    sheet, note = _load_images(run, options.root, trace.test, points)
     progress("reading the runs to compare with")
-    others = [_other(Run(place), method, units[0][0].unit) for place in order.against]
-    progress("calibrating by twelve methods")
-    found = known or make_paper_tables(trace, tuner, calibrations=_saved_like(own, run, trace))
-    # A calibration that is made here is not saved: a report changes nothing but itself.
-    made = found.calibrations.get(method.name) or own or tuner.calibrate(method)
+    other_runs = [_compare_run(Run(path), method, budgets[0][0].unit) for path in options.against]
+    progress("calibrating with twelve methods")
+    if paper_tables is None:
+        paper_tables = make_paper_tables(trace, tuner, calibrations=_load_matching_calibrations(saved, run, trace))
+    calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
     vanilla, ours = (
-        EvaluatedModel.of(CalibratedSplits(each, trace.val, None), trace.test)
-        for each in (found.calibrations[VANILLA], made)
+        EvaluatedModel.of(CalibratedSplits(cal, trace.val, None), trace.test)
+        for cal in (paper_tables.calibrations[VANILLA], calibration)
     )
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
-    for costs, chosen in units:
+    for costs, chosen in budgets:
         progress(f"fitting thresholds for budgets in {costs.unit}")
         explorers.append(explore_budgets(vanilla, ours, costs, chosen, bootstrap, points))
     preset = trace.preset or ""
@@ -96,7 +107,7 @@ def build(
         "net": {
             "run": run.name,
             "name": preset or "your own net",
-            "data": _data(run),
+            "data": _dataset_name(run),
             "exits": trace.num_exits,
             "classes": trace.num_classes,
             "samples": len(trace.test),
@@ -105,40 +116,40 @@ def build(
         "method": method.name,
         "classes": list(trace.classes) if trace.classes else [f"class {i}" for i in range(trace.num_classes)],
         "explorers": explorers,
-        "others": others,
-        "curves": [_curve(name, found.curves[name]) for name in METHODS],
+        "other_runs": other_runs,
+        "curves": [_curve_points(name, paper_tables.curves[name]) for name in METHODS],
         "published": published.curves(preset),
         "uncertainty": {
             "vanilla": uncertainty.exit_statistics(vanilla, trace.num_classes),
             "ours": uncertainty.exit_statistics(ours, trace.num_classes),
         },
         "points": {
-            "index": _index(trace.test, points),
+            "index": (points if trace.test.index is None else trace.test.index[points]).tolist(),
             "label": trace.test.labels[points].tolist(),
             "vanilla": uncertainty.point_predictions(vanilla, points),
             "ours": uncertainty.point_predictions(ours, points),
         },
-        "galleries": uncertainty.galleries(ours, trace.num_classes, points),
-        "pictures": None if pictures is None else pictures.shape,
-        "pictures_note": note,
+        "galleries": uncertainty.choose_gallery_points(ours, trace.num_classes, points),
+        "images": None if sheet is None else sheet.shape,
+        "images_note": note,
         "tables": [
-            _table("ablation", "Ablation", found.ablation, preset),
-            _table("decision_experiment", "Decision experiment", found.decisions, preset),
+            _table_data("ablation", "Ablation", paper_tables.ablation, preset),
+            _table_data("decision_experiment", "Decision experiment", paper_tables.decisions, preset),
         ],
         "decisions": [
-            _curve(name, found.curves[key])
+            _curve_points(name, paper_tables.curves[key])
             for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
         ],
-        "laplace_costs": [*_laplace_costs(trace, ours.tuned.calibration), *published.laplace_costs()],
-        "training": _training(run),
-        "guarantee": _guarantee(run),
-        "made": report_provenance(run, trace, ours.tuned.calibration, order.command),
+        "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
+        "training": _training_history(run),
+        "guarantee": _describe_run_guarantee(run),
+        "provenance": report_provenance(run, trace, ours.splits.calibration, options.command),
     }
-    return Report(to_jsonable(data), pictures)
+    return Report(to_jsonable(data), sheet)
 
 
 def training_report(run: Run, live: bool, command: str = "") -> Report:
-    """The report of a run that is still being trained, or has no trace yet."""
+    """Build the report on a run that is being trained or has no trace yet."""
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -146,62 +157,75 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
         "net": {
             "run": run.name,
             "name": str(run.metadata["model"].get("preset", "your own net")),
-            "data": _data(run),
+            "data": _dataset_name(run),
         },
-        "training": _training(run) or {"epochs": [], "of": _epochs(run)},
-        "made": [*net_provenance(run), *page_provenance(command)],
+        "training": _training_history(run) or {"epochs": [], "of": _planned_epochs(run)},
+        "provenance": [*net_provenance(run), *page_provenance(command)],
     }
     return Report(to_jsonable(data))
 
 
-def _saved_like(own: Calibration | None, run: Run, trace: Trace) -> dict[str, Calibration]:
-    """Calibrations that the run has, made by the same settings as `own`, which is one of them."""
-    if own is None:
+def _choose_method(run: Run, name: str | None) -> Method:
+    """Return the named method, or by default that of the run's chosen classifier, or else the full method."""
+    if name is None:
+        chosen = run.chosen()
+        if chosen is not None and chosen.calibration.method.name != VANILLA:
+            return chosen.calibration.method
+        return get_method(OURS)
+    method = get_method(name)
+    if method.name == VANILLA:
+        raise InputError(f"`method` must not be {VANILLA!r}: the report compares it with another method")
+    return method
+
+
+def _load_matching_calibrations(saved: Calibration | None, run: Run, trace: Trace) -> dict[str, Calibration]:
+    """Load the run's calibrations that have the same mode and settings as `saved`, by method; `saved` is included."""
+    if saved is None:
         return {}
-    others = {name: run.calibration(each) for name, each in METHODS.items() if name != own.method.name}
+    others = {name: run.calibration(method, trace) for name, method in METHODS.items() if name != saved.method.name}
     return {
-        own.method.name: own,
+        saved.method.name: saved,
         **{
-            name: made
-            for name, made in others.items()
-            if made is not None and made.belongs_to(trace) and (made.mode, made.settings) == (own.mode, own.settings)
+            name: cal
+            for name, cal in others.items()
+            if cal is not None and (cal.mode, cal.settings) == (saved.mode, saved.settings)
         },
     }
 
 
-def _data(run: Run) -> str:
-    """The data set's name, of a folder the last part alone."""
+def _dataset_name(run: Run) -> str:
+    """Return the dataset's name; for a folder, only the last part of its path."""
     name = str(run.metadata["data"]["name"])
     return Path(name.removeprefix("folder:")).name or name if name.startswith("folder:") else name
 
 
-def _units(run: Run, trace: Trace, order: ReportOptions) -> list[tuple[Costs, float]]:
-    """Costs in each unit that the run knows, with the budget that the page opens at; the asked unit first."""
-    known = [trace.costs]
+def _choose_budgets(run: Run, trace: Trace, options: ReportOptions) -> list[tuple[Costs, float]]:
+    """Return the run's costs in each unit with the budget that the page opens at; the requested unit comes first."""
+    available = [trace.costs]
     if trace.costs.unit != "ms" and run.bench_file.is_file():
-        known.append(run.measured_costs())
+        available.append(run.measured_costs())
     policy = run.policy()
-    budget, unit = order.budget, order.unit
-    if budget is not None and unit not in [costs.unit for costs in known]:
+    budget, unit = options.budget, options.unit
+    if budget is not None and unit not in [costs.unit for costs in available]:
         raise InputError(f"{run.directory} has no costs in {unit}")
     if budget is None and policy is not None and policy.budget is not None:
-        costs = next((costs for costs in known if costs.unit == policy.unit), None)
+        costs = next((costs for costs in available if costs.unit == policy.unit), None)
         if costs is not None and costs.values[0] <= policy.budget <= costs.values[-1]:
             budget, unit = policy.budget, policy.unit
-    found: list[tuple[Costs, float]] = []
-    for costs in known:
+    budgets: list[tuple[Costs, float]] = []
+    for costs in available:
         low, high = costs.values[0], costs.values[-1]
         if budget is not None and unit == costs.unit:
             costs.check_budget(budget)
-            found.insert(0, (costs, budget))
+            budgets.insert(0, (costs, budget))
         else:
-            share = 0.5 if budget is None else budget / next(c.values[-1] for c in known if c.unit == unit)
-            found.append((costs, min(max(share * high, low), high)))
-    return found
+            share = 0.5 if budget is None else budget / next(c.values[-1] for c in available if c.unit == unit)
+            budgets.append((costs, min(max(share * high, low), high)))
+    return budgets
 
 
-def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[SpriteSheet | None, str | None]:
-    """The pictures, or why there are none; a folder that the user names must have them."""
+def _load_images(run: Run, root: Path | None, test: Split, points: Array) -> tuple[SpriteSheet | None, str | None]:
+    """Return the sprite sheet, or a note why there is none; without the images, an explicit `root` is an error."""
     try:
         return make_sprite_sheet(run, root, test, torch.as_tensor(points)), None
     except InputError as error:
@@ -210,42 +234,37 @@ def _sheet(run: Run, root: Path | None, test: Split, points: Array) -> tuple[Spr
         return None, images_unavailable_note(run, error)
 
 
-def _other(run: Run, method: Method, unit: str) -> dict[str, Any]:
-    """Curves of another run: plain and calibrated, over its own range of costs."""
+def _compare_run(run: Run, method: Method, unit: str) -> dict[str, Any]:
+    """Compute the curves of another run, vanilla and calibrated, over its own range of costs."""
     trace = run.trace()
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to compare on")
     costs = run.measured_costs() if unit == "ms" and trace.costs.unit != "ms" else trace.costs
     if costs.unit != unit:
-        raise InputError(f"the costs of {run.directory} are in {costs.unit}, not in {unit}")
+        raise InputError(f"the costs of {run.directory} must be in {unit} for a comparison, but are in {costs.unit}")
     name = trace.preset or run.directory.name
-    own = load_calibration(run, trace, method)
-    tuner = tuner_with_settings(own, trace)
-    plain = load_calibration(run, trace, get_method(VANILLA)) or tuner.calibrate(VANILLA)
+    saved = run.calibration(method, trace)
+    tuner = tuner_with_settings(saved, trace)
+    vanilla = run.calibration(get_method(VANILLA), trace) or tuner.calibrate(VANILLA)
     budgets = budget_grid(costs, costs.values[-1])[:: 1 if len(costs) == 1 else 2]
     curves = []
-    for calibration in (plain, own or tuner.calibrate(method)):
-        made = CalibratedSplits(calibration, trace.val, None)
-        policies = [made.policy(costs, budget, PolicyOptions()) for budget in budgets]
+    for calibration in (vanilla, saved or tuner.calibrate(method)):
+        splits = CalibratedSplits(calibration, trace.val, None)
+        policies = [splits.fit_policy(costs, budget, PolicyOptions()) for budget in budgets]
         preds = calibration.predict(trace.test)
         curve = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)
-        curves.append(_curve(calibration.method.name, curve))
+        curves.append(_curve_points(calibration.method.name, curve))
     return {"name": f"{run.name} ({name})", "unit": unit, "curves": curves}
 
 
-def _curve(name: str, curve: BudgetCurve) -> dict[str, Any]:
-    """{name, metrics: {metric: [[cost, value], ...]}}, by cost."""
+def _curve_points(name: str, curve: BudgetCurve) -> dict[str, Any]:
+    """Return {name, metrics: {metric: [[cost, value], ...]}}, sorted by cost."""
     points = sorted(curve, key=lambda point: point.cost)
     return {"name": name, "metrics": {m: [[point.cost, getattr(point, m)] for point in points] for m in METRICS}}
 
 
-def _index(test: Split, points: Array) -> list[int]:
-    found: list[int] = (points if test.index is None else test.index[points]).tolist()
-    return found
-
-
-def _table(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
-    """A table with what the paper printed beside it, also as CSV and LaTeX."""
+def _table_data(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
+    """Return the rows of a table beside the published ones, and the table as CSV and LaTeX."""
     changes = zoo.published_changes(name, preset) or {}
     numbers = zoo.published_rows(name, preset) or {}
     rows = [
@@ -263,35 +282,34 @@ def _table(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
 
 
 def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any]]:
-    """The cost of Laplace at every exit of this net, each method paying at every exit on the way."""
+    """Return the cumulative cost of Laplace at every exit of this net: each exit on the way adds its overhead."""
     if trace.costs.unit != "MACs":
         return []
     c, vanilla = trace.num_classes, list(trace.costs.values)
     draws = DEFAULT_DRAWS if calibration.draws is None else len(calibration.draws)
     widths = [head.weight.shape[1] for head in trace.heads]
     bars: dict[str, list[float]] = {"vanilla": vanilla}
-    for name, of in (("efficient", laplace_macs), ("naive", naive_laplace_macs)):
-        passed = numpy.cumsum([of(p, c, draws) for p in widths])
-        bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, passed, strict=True)]
+    for name, count_macs in (("efficient", laplace_macs), ("naive", naive_laplace_macs)):
+        overhead = numpy.cumsum([count_macs(p, c, draws) for p in widths])
+        bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, overhead, strict=True)]
     return [{"name": "this net", "own": True, "draws": draws, **bars}]
 
 
-def _epochs(run: Run) -> int | None:
+def _planned_epochs(run: Run) -> int | None:
     recipe = (run.metadata.get("training") or {}).get("recipe") or {}
     epochs = recipe.get("epochs")
     return epochs if isinstance(epochs, int) else None
 
 
-def _training(run: Run) -> dict[str, Any] | None:
+def _training_history(run: Run) -> dict[str, Any] | None:
     file = run.directory / "history.csv"
     if not file.is_file():
         return None
     history = History.load(file)
     best = history.best.epoch if history.epochs and not history.kept else None
-    return {**history.to_dict(), "of": _epochs(run), "best": best}
+    return {**history.to_dict(), "of": _planned_epochs(run), "best": best}
 
 
-def _guarantee(run: Run) -> str | None:
-    """What the run's policy guarantees, in words."""
+def _describe_run_guarantee(run: Run) -> str | None:
     policy = run.policy()
     return None if policy is None or policy.guarantee is None else describe_guarantee(policy.guarantee, policy.unit)

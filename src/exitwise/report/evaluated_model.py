@@ -1,4 +1,4 @@
-"""What the report sets side by side: the plain net and the calibrated one, on the same test samples. NumPy alone."""
+"""A model and its per-sample test metrics; the report compares two: vanilla and calibrated. NumPy only."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,37 +16,38 @@ from exitwise.runs.policies import CalibratedSplits
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedModel:
-    """What every exit says of every test sample, and what came of it; all arrays (K, n)."""
+    """Predictions of every exit for every test sample, and their metrics; all arrays (K, n)."""
 
-    name: str
-    tuned: CalibratedSplits
+    splits: CalibratedSplits
     preds: Predictions
-    outcomes: PerSampleMetrics
+    per_sample: PerSampleMetrics
 
     @classmethod
-    def of(cls, tuned: CalibratedSplits, test: Split) -> "EvaluatedModel":
-        preds = tuned.calibration.predict(test)
-        return cls(tuned.calibration.method.name, tuned, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
+    def of(cls, splits: CalibratedSplits, test: Split) -> "EvaluatedModel":
+        """Evaluate a calibration on the test split."""
+        preds = splits.calibration.predict(test)
+        return cls(splits, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
 
     @cached_property
     def entropy(self) -> Array:
-        """The uncertainty of the paper's plots."""
+        """Entropy of the predictive distribution (K, n): the uncertainty of the paper's plots."""
         return np.maximum(-exit_scores(self.preds, "entropy"), 0).astype(np.float32)
 
     @cached_property
     def error(self) -> Array:
-        """1 - p(true label)."""
-        return 1 - np.exp(self.outcomes.log_true)
+        """1 - p(true label), (K, n)."""
+        return 1 - np.exp(self.per_sample.log_true)
 
     @cached_property
     def correct(self) -> Array:
-        return np.asarray(self.outcomes.rank == 0)
+        """Mask (K, n) of correct predictions."""
+        return np.asarray(self.per_sample.rank == 0)
 
 
-def reliability(confidence: Array, right: Array) -> dict[str, Any]:
-    """Of samples (n,): how many fall into each bin of confidence, and their mean confidence and accuracy there."""
+def reliability_bins(confidence: Array, correct: Array) -> dict[str, Any]:
+    """Return the number of samples, mean confidence and accuracy per bin of confidence; both inputs are (n,)."""
     bins = bin_of(confidence)
     count = np.bincount(bins, minlength=BINS)
-    sums = (np.bincount(bins, weights=values, minlength=BINS) for values in (confidence, right))
+    sums = (np.bincount(bins, weights=values, minlength=BINS) for values in (confidence, correct))
     means = [[round(float(s / n), 6) if n else None for s, n in zip(sum_, count, strict=True)] for sum_ in sums]
     return {"count": count.tolist(), "confidence": means[0], "accuracy": means[1]}

@@ -1,4 +1,4 @@
-"""The page: one file with its data, scripts, styles and pictures inside, which needs neither network nor server."""
+"""The page: one file with data, scripts, styles and images inside; it needs neither a network nor a server."""
 
 import json
 import re
@@ -12,27 +12,28 @@ from exitwise.report.build import Report
 LIVE_SECONDS = 5
 
 
-def render(report: Report) -> str:
-    """The page as text. Whatever comes from data sets stays data: nothing in it can end the script that holds it."""
+def render_page(report: Report) -> str:
+    """Return the page as text. Names from datasets are escaped, so that they cannot end the script element."""
     data = json.dumps(report.data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    pictures = f'.picture i{{background-image:url("{report.sheet.uri()}")}}' if report.sheet else ""
+    images = f'.image i{{background-image:url("{report.sheet.uri()}")}}' if report.sheet else ""
     refresh = f'<meta http-equiv="refresh" content="{LIVE_SECONDS}">' if report.live else ""
     parts = {
         "title": escape(f"{report.data['net']['run']} · exitwise").encode(errors="replace").decode(),
         "refresh": refresh,
-        "style": _asset("page.css"),
+        "style": _read_asset("page.css"),
         "data": data,
-        "script": "\n".join(_asset(name) for name in ("chart.js", "page.js")),
-        "pictures": pictures,
+        "script": "\n".join(_read_asset(name) for name in ("chart.js", "page.js")),
+        "images": images,
     }
-    # In one pass: what is put in is never looked through for places to put things.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
+    # One pass: inserted text may itself contain "{{...}}" and must not be expanded.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read_asset("page.html"))
 
 
-def write(report: Report, path: Path) -> None:
+def write_page(report: Report, path: Path) -> None:
+    """Write the page atomically."""
     with atomic_write(path) as temporary:
-        temporary.write_text(render(report), encoding="utf-8")
+        temporary.write_text(render_page(report), encoding="utf-8")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("exitwise.report") / "assets" / name).read_text(encoding="utf-8")

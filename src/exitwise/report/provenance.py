@@ -1,4 +1,4 @@
-"""Where a report comes from: what it takes to make it again."""
+"""Provenance of a report: everything that is needed to reproduce it."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,55 +14,56 @@ Pairs = list[tuple[str, str]]
 
 
 def net_provenance(run: Run) -> Pairs:
-    """Where the net and its data come from."""
-    about, model = run.metadata["data"], run.metadata["model"]
-    pairs = [("net", _words(model))]
-    kept = {key: value for key, value in about.items() if key not in ("name", "root") and value is not None}
-    pairs.append(("data set", f"{about['name']}{', ' * bool(kept)}{_words(kept)}"))
+    """Describe the net, the dataset and the training."""
+    data, model = run.metadata["data"], run.metadata["model"]
+    settings = {key: value for key, value in data.items() if key not in ("name", "root") and value is not None}
+    pairs = [
+        ("net", _join_settings(model)),
+        ("dataset", f"{data['name']}{', ' * bool(settings)}{_join_settings(settings)}"),
+    ]
     training = run.metadata.get("training")
     if isinstance(training, dict):
-        recipe = training.get("recipe") or {}
-        pairs.append(("training", _words(recipe)))
+        pairs.append(("training", _join_settings(training.get("recipe") or {})))
         rest = {key: value for key, value in training.items() if key not in ("recipe", "images")}
-        pairs.append(("training run", _words(rest)))
-    used = run.metadata.get("versions")
-    if isinstance(used, Mapping):
-        pairs.append(("run made with", _words(used)))
+        pairs.append(("training run", _join_settings(rest)))
+    run_versions = run.metadata.get("versions")
+    if isinstance(run_versions, Mapping):
+        pairs.append(("run created with", _join_settings(run_versions)))
     return pairs
 
 
-def _words(pairs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in pairs.items() if value is not None)
+def _join_settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items() if value is not None)
 
 
 def page_provenance(command: str) -> Pairs:
-    """When and with what the report itself was made."""
+    """Describe versions, time and command that created the report itself."""
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    pairs = [("report made with", _words(versions())), ("report made at", now)]
+    pairs = [("report created with", _join_settings(versions())), ("report created at", now)]
     return [*pairs, *([("command", command)] if command else [])]
 
 
 def report_provenance(run: Run, trace: Trace, calibration: Calibration, command: str) -> Pairs:
-    """Everything that is needed to make the report again."""
+    """Describe everything that is needed to reproduce the report."""
     sizes = f"{len(trace.val):,} validation, {len(trace.test or ()):,} test"
     temperatures = ", ".join(f"{t:.4g}" for t in calibration.temperatures)
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
     return [
         *net_provenance(run),
         ("samples", f"{trace.curvature[0].n:,} for the curvature, {sizes}"),
-        ("calibration", _words({"mode": calibration.mode, **calibration.settings})),
+        ("calibration", _join_settings({"mode": calibration.mode, **calibration.settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),
-        ("thresholds", "by `auto` on the validation split, for every budget of the slider; measured on the test split"),
-        ("intervals", f"{LEVEL:.0%} bootstrap intervals, 1,000 draws of the test samples, seed 0"),
+        ("thresholds", "fitted with `auto` on the validation split for every budget; evaluated on the test split"),
+        ("intervals", f"{LEVEL:.0%} bootstrap intervals, 1,000 resamples of the test samples, seed 0"),
         *page_provenance(command),
-        ("to make it again", "\n".join(_commands(run, calibration))),
+        ("reproduce with", "\n".join(_list_commands(run, calibration))),
     ]
 
 
-def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
-    """From nothing to the report, as far as the run knows."""
-    place = shlex.quote(run.name)
+def _list_commands(run: Run, calibration: Calibration) -> Iterator[str]:
+    """Yield the commands from training to the report, as far as the run's metadata records them."""
+    directory = shlex.quote(run.name)
     data, training = run.metadata["data"], run.metadata.get("training")
     if isinstance(training, dict):
         recipe, model = training.get("recipe") or {}, run.metadata["model"]
@@ -74,7 +75,6 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
             "skip-unreadable": data.get("skip_unreadable"),
             "model": model.get("preset"),
             "net": model.get("net"),
-            "freeze-backbone": training.get("freeze_backbone"),
             "weights": training.get("weights"),
             "attach": cuts and ",".join(cuts),
             "last": training.get("last"),
@@ -85,15 +85,16 @@ def _commands(run: Run, calibration: Calibration) -> Iterator[str]:
             "seed": training.get("seed"),
             "split-seed": data.get("split_seed"),
         }
-        yield f"exitwise train {_options(options)} --out {place}"
-        yield f"exitwise collect {place} {_options({'net': model.get('net')})}".rstrip()
+        command = "train-heads" if training.get("freeze_backbone") else "train"
+        yield f"exitwise {command} {_format_options(options)} --out {directory}"
+        yield f"exitwise collect {directory} {_format_options({'net': model.get('net')})}".rstrip()
     settings = {key: calibration.settings.get(key) for key in ("samples", "seed", "search")}
     method = calibration.method.name
-    yield f"exitwise calibrate {place} {_options({'method': method, 'mode': calibration.mode, **settings})}"
-    yield f"exitwise report {place} {_options({'method': method})}"
+    yield f"exitwise calibrate {directory} {_format_options({'method': method, 'mode': calibration.mode, **settings})}"
+    yield f"exitwise report {directory} {_format_options({'method': method})}"
 
 
-def _options(values: Mapping[str, Any]) -> str:
-    """As they are given on the command line; True is an option without a value."""
+def _format_options(values: Mapping[str, Any]) -> str:
+    """Format options for the command line; True becomes an option without a value, None and False are left out."""
     given = ((name, value) for name, value in values.items() if value is not None and value is not False)
     return " ".join(f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}") for name, value in given)

@@ -1,4 +1,4 @@
-"""What the paper published, in the shape that the report shows it in: beside our own, and marked as published."""
+"""The paper's published curves and costs, in the form that the report shows."""
 
 from collections import defaultdict
 from typing import Any
@@ -15,29 +15,30 @@ _NAMES = {
 
 
 def curves(preset: str) -> list[dict[str, Any]]:
-    """Budget curves for the data set of a net, those of its own size first: {name, model, own, metrics}."""
-    found = zoo.place(preset)
-    if found is None:
+    """Return budget curves {name, model, own, metrics} for the dataset of a net; those of its size come first."""
+    net = zoo.paper_names(preset)
+    if net is None:
         return []
+    dataset, net_size = net
     grouped: dict[tuple[str, str], dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
     for row in zoo.published("budget_curves"):
-        if row["dataset"] == found[0] and row["kind"] == "measured":
+        if row["dataset"] == dataset and row["kind"] == "measured":
             value = round(float(row["value"]) * zoo.SCALES[row["metric"]], 6)
             grouped[row["model"], row["size"]][row["metric"]].append([float(row["flops"]), value])
-    made = [
+    unsorted = [
         {
             "name": f"{_NAMES.get(model, model)}{f', {size}' if size else ''}",
             "model": model,
-            "own": size == found[1],
+            "own": size == net_size,
             "metrics": {metric: sorted(points) for metric, points in metrics.items()},
         }
         for (model, size), metrics in grouped.items()
     ]
-    return sorted(made, key=lambda curve: not curve["own"])
+    return sorted(unsorted, key=lambda curve: not curve["own"])
 
 
 def laplace_costs() -> list[dict[str, Any]]:
-    """The bars of the paper's cost figure for its nine nets: {name, vanilla, efficient, naive}."""
+    """Return the bars {name, vanilla, efficient, naive} of the paper's cost figure for its nine nets."""
     bars: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in zoo.published("laplace_cost"):
         bars[f"{row['dataset']} {row['size']}"][row["kind"]].append(float(row["flops_cumulative"]))

@@ -1,7 +1,8 @@
-"""Uncertainty against error at every exit: density, histograms, and the samples that are shown as points. NumPy alone.
+"""Uncertainty against error at every exit: density, histograms, and the samples shown as points. NumPy only.
 
-Uncertainty is the entropy of the predictive, error is 1 - p(true label). Errors above one half are tricky where the
-entropy is below half of its largest value, log c, and hard above it; small errors at low entropy are easy.
+Uncertainty is the entropy of the predictive, error is 1 - p(true label). Samples with an error above one half are
+tricky if the entropy is below half of its maximum, log c, and hard otherwise. Samples with a small error at low entropy
+are easy.
 """
 
 from math import log
@@ -11,76 +12,79 @@ import numpy as np
 
 from exitwise.core.predictions import Array
 from exitwise.report.budget_explorer import GALLERY_SIZE
-from exitwise.report.evaluated_model import EvaluatedModel, reliability
+from exitwise.report.evaluated_model import EvaluatedModel, reliability_bins
 
-POINTS = 2000
+MAX_POINTS = 2000
 BINS = 30
 CELLS = (36, 27)  # of the density, along uncertainty and error
 
 
-def sample(samples: int, seed: int = 0) -> Array:
-    """Positions of the samples shown as points: all of them, or as many as fit, in their order."""
-    if samples <= POINTS:
+def choose_points(samples: int, seed: int = 0) -> Array:
+    """Return sorted positions of the samples shown as points: all of them, or `MAX_POINTS` at random."""
+    if samples <= MAX_POINTS:
         return np.arange(samples)
-    return np.sort(np.random.default_rng(seed).choice(samples, POINTS, replace=False))
+    return np.sort(np.random.default_rng(seed).choice(samples, MAX_POINTS, replace=False))
 
 
-def exit_statistics(side: EvaluatedModel, classes: int) -> list[dict[str, Any]]:
-    """What the plots and diagrams of each exit show, from all samples."""
-    most = log(max(classes, 2))
-    found = []
-    for k, (entropy, error, right) in enumerate(zip(side.entropy, side.error, side.correct, strict=True)):
-        cells, _, _ = np.histogram2d(np.minimum(entropy, most), error, bins=CELLS, range=((0, most), (0, 1)))
+def exit_statistics(model: EvaluatedModel, classes: int) -> list[dict[str, Any]]:
+    """Compute histograms, density, categories and metrics of each exit from all samples."""
+    max_entropy = log(max(classes, 2))
+    statistics = []
+    for k, (entropy, error, correct) in enumerate(zip(model.entropy, model.error, model.correct, strict=True)):
+        capped = np.minimum(entropy, max_entropy)
+        density, _, _ = np.histogram2d(capped, error, bins=CELLS, range=((0, max_entropy), (0, 1)))
         high = error > 0.5
-        found.append(
+        categories = sample_categories(entropy, error, max_entropy)
+        statistics.append(
             {
-                "metrics": side.outcomes.per_exit[k].to_dict(),
-                "density": cells.astype(int).tolist(),
-                "erring": _histogram(entropy[high], most),
-                "erring_share": float(high.mean()),
-                "correct": _histogram(entropy[right], most),
-                "wrong": _histogram(entropy[~right], most),
-                "kinds": {name: int(which.sum()) for name, which in sample_categories(entropy, error, most).items()},
-                "reliability": reliability(side.outcomes.confidence[k], right),
+                "metrics": model.per_sample.per_exit[k].to_dict(),
+                "density": density.astype(int).tolist(),
+                "high_error": _entropy_histogram(entropy[high], max_entropy),
+                "high_error_share": float(high.mean()),
+                "correct": _entropy_histogram(entropy[correct], max_entropy),
+                "wrong": _entropy_histogram(entropy[~correct], max_entropy),
+                "categories": {name: int(mask.sum()) for name, mask in categories.items()},
+                "reliability": reliability_bins(model.per_sample.confidence[k], correct),
             }
         )
-    return found
+    return statistics
 
 
-def _histogram(entropy: Array, most: float) -> list[int]:
-    return [int(n) for n in np.histogram(np.minimum(entropy, most), bins=BINS, range=(0, most))[0]]
+def _entropy_histogram(entropy: Array, max_entropy: float) -> list[int]:
+    counts, _ = np.histogram(np.minimum(entropy, max_entropy), bins=BINS, range=(0, max_entropy))
+    return [int(n) for n in counts]
 
 
-def sample_categories(entropy: Array, error: Array, most: float) -> dict[str, Array]:
-    """(n,) which samples are easy, hard and tricky."""
-    sure, wrong = entropy < most / 2, error > 0.5
-    return {"easy": sure & ~wrong, "hard": ~sure & wrong, "tricky": sure & wrong}
+def sample_categories(entropy: Array, error: Array, max_entropy: float) -> dict[str, Array]:
+    """Return masks (n,) of the easy, hard and tricky samples, from entropy (n,) and error (n,)."""
+    certain, wrong = entropy < max_entropy / 2, error > 0.5
+    return {"easy": certain & ~wrong, "hard": ~certain & wrong, "tricky": certain & wrong}
 
 
-def galleries(side: EvaluatedModel, classes: int, points: Array) -> dict[str, list[int]]:
-    """Of the points, the plainest of each kind, as the last exit sees them."""
-    most = log(max(classes, 2))
-    entropy, error = side.entropy[-1][points], side.error[-1][points]
-    plainness = {
-        "easy": -entropy / most - error,
-        "hard": entropy / most + error,
-        "tricky": error - entropy / most,
+def choose_gallery_points(model: EvaluatedModel, classes: int, points: Array) -> dict[str, list[int]]:
+    """Choose the most extreme points of each category at the last exit, as positions in `points`."""
+    max_entropy = log(max(classes, 2))
+    entropy, error = model.entropy[-1][points], model.error[-1][points]
+    extremeness = {
+        "easy": -entropy / max_entropy - error,
+        "hard": entropy / max_entropy + error,
+        "tricky": error - entropy / max_entropy,
     }
     return {
-        name: [int(i) for i in np.argsort(-plainness[name], kind="stable") if which[i]][:GALLERY_SIZE]
-        for name, which in sample_categories(entropy, error, most).items()
+        name: [int(i) for i in np.argsort(-extremeness[name], kind="stable") if mask[i]][:GALLERY_SIZE]
+        for name, mask in sample_categories(entropy, error, max_entropy).items()
     }
 
 
-def point_predictions(side: EvaluatedModel, points: Array) -> dict[str, Any]:
-    """What each exit says of the points, in whole thousandths: the page has room for no more."""
+def point_predictions(model: EvaluatedModel, points: Array) -> dict[str, Any]:
+    """Return each exit's prediction for the points; values are whole thousandths, which keeps the page small."""
 
     def thousandths(values: Array) -> list[list[int]]:
         return [[int(v) for v in np.rint(row[points] * 1000)] for row in values]
 
     return {
-        "entropy": thousandths(side.entropy),
-        "error": thousandths(side.error),
-        "confidence": thousandths(side.outcomes.confidence),
-        "predicted": side.preds.predicted[:, points].tolist(),
+        "entropy": thousandths(model.entropy),
+        "error": thousandths(model.error),
+        "confidence": thousandths(model.per_sample.confidence),
+        "predicted": model.preds.predicted[:, points].tolist(),
     }

@@ -1,62 +1,61 @@
 "use strict";
-// Elements and charts. Text is only ever set as text; colours are the style sheet's, so that a theme needs no redraw.
+// Elements and charts. Text is inserted as text nodes only, never as HTML. Colors come from the style sheet, so that a
+// change of theme needs no redraw.
 
 function element(space, tag, attributes, children) {
-  const made = space ? document.createElementNS(space, tag) : document.createElement(tag);
+  const node = space ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
-  return made;
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
 }
 const html = (tag, attributes, ...children) => element(null, tag, attributes, children);
 const svg = (tag, attributes, ...children) => element("http://www.w3.org/2000/svg", tag, attributes, children);
 const byId = (id) => document.getElementById(id);
 
-// Round numbers from low to high, about so many.
-function ticks(low, high, about) {
-  const rough = (high - low) / Math.max(1, about);
+// Round numbers from low to high, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= rough * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough * 0.999);
+  const values = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step);
+  return values;
 }
 
-// A range that holds all numbers, with a little room; it does not go below zero or above `end` for that.
-function range(numbers, room = 0.05, end = Infinity) {
-  const known = numbers.filter(Number.isFinite);
-  if (!known.length) return [0, 1];
-  const low = Math.min(...known), high = Math.max(...known);
-  const more = (high - low || Math.abs(high) || 1) * room;
-  return [low >= 0 ? Math.max(0, low - more) : low - more, Math.min(high + more, Math.max(high, end))];
+// A range that contains all numbers with a margin; the margin does not extend it below zero or above `limit`.
+function range(numbers, margin = 0.05, limit = Infinity) {
+  const finite = numbers.filter(Number.isFinite);
+  if (!finite.length) return [0, 1];
+  const low = Math.min(...finite), high = Math.max(...finite);
+  const extra = (high - low || Math.abs(high) || 1) * margin;
+  return [low >= 0 ? Math.max(0, low - extra) : low - extra, Math.min(high + extra, Math.max(high, limit))];
 }
 
-const figures = [];
-
-// A chart that paints itself again when its place changes its width. `paint(svg, width)` draws, `height` is in pixels.
+// A chart that repaints itself when the width of its container changes. `paint(svg, width, height)` draws it; `height` is
+// in pixels, or a function of the width.
 function figure(label, height, paint, attributes) {
   const drawing = svg("svg", { role: "img", "aria-label": label, ...attributes });
-  const place = html("div", { class: "figure" }, drawing);
+  const container = html("div", { class: "figure" }, drawing);
   let width = 0;
-  place.repaint = () => {
-    if (!place.clientWidth) return;
-    width = place.clientWidth;
+  container.repaint = () => {
+    if (!container.clientWidth) return;
+    width = container.clientWidth;
     const tall = typeof height === "function" ? height(width) : height;
     drawing.setAttribute("viewBox", `0 0 ${width} ${tall}`);
     drawing.setAttribute("height", tall);
     drawing.replaceChildren();
     paint(drawing, width, tall);
   };
-  place.drawing = drawing;
-  new ResizeObserver(() => place.clientWidth !== width && place.repaint()).observe(place);
-  figures.push(place);
-  return place;
+  container.drawing = drawing;
+  new ResizeObserver(() => container.clientWidth !== width && container.repaint()).observe(container);
+  return container;
 }
 
-// Axes with their ticks; gives the scales, and the group to draw in.
+// Draw axes with ticks; return the scales and the group to draw in.
 function axes(drawing, width, height, options) {
   const { x, y, xTitle, yTitle, title, xFormat = String, yFormat = String, xTicks, yTicks, grid = true } = options;
   const ys = yTicks || ticks(y[0], y[1], Math.max(2, height / 55));
@@ -99,16 +98,16 @@ function dot(plot, x, y, kind, radius = 6) {
   plot.plane.append(svg("circle", { class: `dot ${kind}`, cx: plot.sx(x), cy: plot.sy(y), r: radius }));
 }
 
-// A bar from x0 to x1 that reaches from y0 to y1, all in the units of the axes.
+// Draw a bar from x0 to x1 and from y0 to y1, in the units of the axes.
 function bar(plot, x0, x1, y0, y1, kind) {
   const top = plot.sy(Math.max(y0, y1)), tall = Math.abs(plot.sy(y0) - plot.sy(y1));
   const wide = Math.max(0.5, plot.sx(x1) - plot.sx(x0));
-  const made = svg("rect", { class: `bar ${kind}`, x: plot.sx(x0), y: top, width: wide, height: tall });
-  plot.plane.append(made);
-  return made;
+  const rect = svg("rect", { class: `bar ${kind}`, x: plot.sx(x0), y: top, width: wide, height: tall });
+  plot.plane.append(rect);
+  return rect;
 }
 
-// The outline of a histogram.
+// Draw the outline of a histogram.
 function outline(plot, counts, low, high) {
   const step = (high - low) / counts.length;
   const points = [[low, 0]];
@@ -126,28 +125,28 @@ function showTip(text, event) {
 }
 const hideTip = () => { tip.hidden = true; };
 
-// Of targets {x, y} in pixels the nearest to the pointer, if one is near.
-function nearest(drawing, event, targets, within) {
+// The target {x, y} in pixels that is nearest to the pointer, or null if none is within `radius` pixels.
+function nearest(drawing, event, targets, radius) {
   const box = drawing.getBoundingClientRect();
   const x = event.clientX - box.left, y = event.clientY - box.top;
-  let best = null, least = within ** 2;
+  let best = null, smallest = radius ** 2;
   for (const target of targets) {
-    const away = (target.x - x) ** 2 + (target.y - y) ** 2;
-    if (away < least) [best, least] = [target, away];
+    const distance = (target.x - x) ** 2 + (target.y - y) ** 2;
+    if (distance < smallest) [best, smallest] = [target, distance];
   }
   return best;
 }
 
-// Say what is under the pointer; `targets()` gives [{x, y, text}].
-function hoverable(place, targets, within = 40) {
-  place.drawing.addEventListener("pointermove", (event) => {
-    const found = nearest(place.drawing, event, targets(), within);
-    if (found) showTip(found.text, event); else hideTip();
+// Show the text of the target under the pointer; `targets()` returns [{x, y, text}].
+function hoverable(container, targets, radius = 40) {
+  container.drawing.addEventListener("pointermove", (event) => {
+    const target = nearest(container.drawing, event, targets(), radius);
+    if (target) showTip(target.text, event); else hideTip();
   });
-  place.drawing.addEventListener("pointerleave", hideTip);
+  container.drawing.addEventListener("pointerleave", hideTip);
 }
 
-// Names of lines, bars and marks: [kind, text, shape].
+// A legend of lines, bars and marks; each entry is [kind, text, shape].
 function legend(...entries) {
   const shapes = {
     line: (kind) => svg("path", { class: `line ${kind}`, d: "M1 6H25" }),
@@ -159,11 +158,11 @@ function legend(...entries) {
   return html("ul", { class: "legend" }, items);
 }
 
-// Many marks as one path: discs for what is correct, crosses for what is wrong.
-function marks(places, kind, size) {
+// Many marks as one path: discs for correct samples, crosses for wrong ones.
+function marks(points, kind, size) {
   const r = size, d = size * 0.85;
-  const one = kind === "wrong"
+  const mark = kind === "wrong"
     ? (x, y) => `M${(x - d).toFixed(1)} ${(y - d).toFixed(1)}l${2 * d} ${2 * d}m0 ${-2 * d}l${-2 * d} ${2 * d}`
     : (x, y) => `M${(x - r).toFixed(1)} ${y.toFixed(1)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`;
-  return places.map(([x, y]) => one(x, y)).join("");
+  return points.map(([x, y]) => mark(x, y)).join("");
 }

@@ -1,4 +1,4 @@
-"""Figures for papers about uncertainty: against error, reliability, pictures. Needs matplotlib."""
+"""Figures about uncertainty: against error, reliability, example images. Needs matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from math import log
@@ -11,171 +11,187 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from exitwise.core.predictions import Array
-from exitwise.report.figures.style import BOX, MODEL_COLORS, OUTCOMES, Data, fit_text, legend, panels, scale
+from exitwise.report.figures.style import (
+    MODEL_COLORS,
+    MODEL_LABELS,
+    OUTCOME_COLORS,
+    TEXT_BOX,
+    Data,
+    fit_text,
+    legend,
+    panels,
+    scale,
+)
 
-_MARKS = {"correct": "o", "misclassified": "^"}
+_MARKERS = {"correct": "o", "misclassified": "^"}
 _CORNERS = {
     "tricky": (0.04, 0.97, "left", "top"),
     "hard": (0.96, 0.97, "right", "top"),
     "easy": (0.2, 0.02, "left", "bottom"),
 }
-_GREYS = LinearSegmentedColormap.from_list("greys", ("white", "0.55"))
-_SHOWN = 8  # pictures in a row
+_GRAYS = LinearSegmentedColormap.from_list("grays", ("white", "0.55"))
+_COLUMNS = 8  # images per row
 
 
-def against_error(data: Data) -> Figure:
-    """Entropy where errors are large, both sides' entropy against error, entropy of all; a column per exit."""
-    exits, most = data["net"]["exits"], _most(data)
+def uncertainty_error_figure(data: Data) -> Figure:
+    """Draw per exit: entropy of samples with a high error, entropy against error of both models, entropy of all."""
+    exits, max_entropy = data["net"]["exits"], _max_entropy(data)
     options = {"sharex": True, "sharey": "row", "gridspec_kw": {"height_ratios": (1, 2, 2, 1)}}
-    figure, made = panels(4, exits, _width(exits), 7.8, **options)
-    for k, (top, *scatters, bottom) in enumerate(made.T):
-        at = {side: data["uncertainty"][side][k] for side in MODEL_COLORS}
-        shares = ", ".join(f"{side} {100 * at[side]['erring_share']:.1f} %" for side in MODEL_COLORS)
-        top.set_title(f"exit {k + 1}\nerror > 0.5:\n{shares}")
-        _outlined(top, {side: at[side]["erring"] for side in MODEL_COLORS}, most)
-        _outlined(bottom, {side: np.add(at[side]["correct"], at[side]["wrong"]) for side in MODEL_COLORS}, most)
+    figure, grid = panels(4, exits, _figure_width(exits), 7.8, **options)
+    for k, (top, *scatters, bottom) in enumerate(grid.T):
+        statistics = {model: data["uncertainty"][model][k] for model in MODEL_COLORS}
+        shares = [f"{MODEL_LABELS[model]} {100 * at['high_error_share']:.1f} %" for model, at in statistics.items()]
+        top.set_title("\n".join((f"exit {k + 1}", "error > 0.5:", *shares)))
+        _draw_histograms(top, {model: at["high_error"] for model, at in statistics.items()}, max_entropy)
+        totals = {model: np.add(at["correct"], at["wrong"]) for model, at in statistics.items()}
+        _draw_histograms(bottom, totals, max_entropy)
         bottom.set_xlabel("entropy")
-        for side, axes in zip(MODEL_COLORS, scatters, strict=True):
-            _scatter(axes, at[side]["density"], most)
-            _points(axes, data["points"][side], data["points"]["label"], k)
-    labels = ("samples with\nerror > 0.5", "ours: error", "vanilla: error", "all samples")
-    for axes, label in zip(made[:, 0], labels, strict=True):
+        for (model, at), axes in zip(statistics.items(), scatters, strict=True):
+            _draw_density(axes, at["density"], max_entropy)
+            _draw_points(axes, data["points"][model], data["points"]["label"], k)
+    labels = ("samples with\nerror > 0.5", *(f"{MODEL_LABELS[model]}: error" for model in MODEL_COLORS), "all samples")
+    for axes, label in zip(grid[:, 0], labels, strict=True):
         axes.set_ylabel(label)
-    made[0, 0].set_xlim(0, most)
-    marks = [Line2D([], [], color=OUTCOMES[n], marker=m, linestyle="none", label=n) for n, m in _MARKS.items()]
-    legend(figure, made[0, 0], 2 if exits == 1 else 4, marks)
+    grid[0, 0].set_xlim(0, max_entropy)
+    handles = [
+        Line2D([], [], color=OUTCOME_COLORS[n], marker=m, linestyle="none", label=n) for n, m in _MARKERS.items()
+    ]
+    legend(figure, grid[0, 0], 2 if exits == 1 else 4, handles)
     return figure
 
 
-def _most(data: Data) -> float:
-    """The largest entropy."""
+def _max_entropy(data: Data) -> float:
     return log(max(data["net"]["classes"], 2))
 
 
-def _width(exits: int) -> float:
+def _figure_width(exits: int) -> float:
     return max(3.6, 0.5 + 1.9 * exits)
 
 
-def _outlined(axes: Axes, counts: Mapping[str, Any], most: float) -> None:
-    """A histogram, ours filled and vanilla as an outline."""
-    edges = np.linspace(0, most, len(counts["ours"]) + 1)
-    axes.stairs(counts["ours"], edges, fill=True, color=MODEL_COLORS["ours"], alpha=0.55, label="ours")
+def _draw_histograms(axes: Axes, counts: Mapping[str, Any], max_entropy: float) -> None:
+    """Draw the histogram of the calibrated model filled and that of vanilla as an outline."""
+    edges = np.linspace(0, max_entropy, len(counts["ours"]) + 1)
+    axes.stairs(counts["ours"], edges, fill=True, color=MODEL_COLORS["ours"], alpha=0.55, label=MODEL_LABELS["ours"])
     axes.stairs(counts["vanilla"], edges, color=MODEL_COLORS["vanilla"], linewidth=1, label="vanilla")
 
 
-def _scatter(axes: Axes, density: Sequence[Sequence[int]], most: float) -> None:
-    """The density of all samples, and where which kind of them is."""
+def _draw_density(axes: Axes, density: Sequence[Sequence[int]], max_entropy: float) -> None:
+    """Draw the density of all samples, and the regions of easy, hard and tricky ones."""
     counts = np.array(density).T
     norm = PowerNorm(0.35, vmin=0, vmax=counts.max())
-    axes.imshow(counts, extent=(0, most, 0, 1), origin="lower", aspect="auto", cmap=_GREYS, norm=norm)
+    axes.imshow(counts, extent=(0, max_entropy, 0, 1), origin="lower", aspect="auto", cmap=_GRAYS, norm=norm)
     axes.axhline(0.5, color="0.4", linewidth=0.5, linestyle=":")
-    axes.axvline(most / 2, color="0.4", linewidth=0.5, linestyle=":")
+    axes.axvline(max_entropy / 2, color="0.4", linewidth=0.5, linestyle=":")
     for name, (x, y, ha, va) in _CORNERS.items():
-        axes.text(x, y, name, transform=axes.transAxes, ha=ha, va=va, style="italic", bbox=BOX)
+        axes.text(x, y, name, transform=axes.transAxes, ha=ha, va=va, style="italic", bbox=TEXT_BOX)
     axes.set_ylim(0, 1)
 
 
-def _points(axes: Axes, said: Data, labels: Sequence[int], k: int) -> None:
-    entropy, error = (np.array(said[name][k]) / 1000 for name in ("entropy", "error"))
-    right = np.array(said["predicted"][k]) == np.array(labels)
+def _draw_points(axes: Axes, preds: Data, labels: Sequence[int], k: int) -> None:
+    entropy, error = (np.array(preds[name][k]) / 1000 for name in ("entropy", "error"))
+    correct = np.array(preds["predicted"][k]) == np.array(labels)
     size = 1.6 if len(labels) > 1000 else 2.6
     style: dict[str, Any] = {"markersize": size, "markeredgewidth": 0, "alpha": 0.6, "rasterized": True}
-    for (name, mark), which in zip(_MARKS.items(), (right, ~right), strict=True):
-        axes.plot(entropy[which], error[which], linestyle="none", marker=mark, color=OUTCOMES[name], **style)
+    for (name, marker), mask in zip(_MARKERS.items(), (correct, ~correct), strict=True):
+        axes.plot(entropy[mask], error[mask], linestyle="none", marker=marker, color=OUTCOME_COLORS[name], **style)
 
 
-def right_and_wrong(data: Data) -> Figure:
-    """Entropy of correct and misclassified samples, stacked; a column per exit."""
-    exits, most = data["net"]["exits"], _most(data)
-    figure, made = panels(2, exits, _width(exits), 3.6, sharex=True, sharey=True)
-    for row, side in zip(made, MODEL_COLORS, strict=True):
-        row[0].set_ylabel(f"{side}: samples")
-        for axes, at in zip(row, data["uncertainty"][side], strict=True):
-            correct, edges = np.array(at["correct"]), np.linspace(0, most, len(at["correct"]) + 1)
-            axes.stairs(correct, edges, fill=True, color=OUTCOMES["correct"], label="correct")
-            style = {"fill": True, "color": OUTCOMES["misclassified"], "label": "misclassified"}
+def entropy_figure(data: Data) -> Figure:
+    """Draw stacked histograms of the entropy of correct and misclassified samples, a column per exit."""
+    exits, max_entropy = data["net"]["exits"], _max_entropy(data)
+    figure, grid = panels(2, exits, _figure_width(exits), 3.6, sharex=True, sharey=True)
+    for row, model in zip(grid, MODEL_COLORS, strict=True):
+        row[0].set_ylabel(f"{MODEL_LABELS[model]}: samples")
+        for axes, at in zip(row, data["uncertainty"][model], strict=True):
+            correct, edges = np.array(at["correct"]), np.linspace(0, max_entropy, len(at["correct"]) + 1)
+            axes.stairs(correct, edges, fill=True, color=OUTCOME_COLORS["correct"], label="correct")
+            style = {"fill": True, "color": OUTCOME_COLORS["misclassified"], "label": "misclassified"}
             axes.stairs(correct + at["wrong"], edges, baseline=correct, **style)
-    for k, (top, bottom) in enumerate(made.T):
+    for k, (top, bottom) in enumerate(grid.T):
         top.set_title(f"exit {k + 1}")
         bottom.set_xlabel("entropy")
-    made[0, 0].set_xlim(0, most)
-    legend(figure, made[0, 0], 2)
+    grid[0, 0].set_xlim(0, max_entropy)
+    legend(figure, grid[0, 0], 2)
     return figure
 
 
-def reliability(data: Data) -> Figure:
-    """Before and after, with the share of samples in each bin beneath; a column per exit and one for those chosen."""
+def reliability_figure(data: Data) -> Figure:
+    """Draw reliability diagrams of both models: a column per exit, and one for the exits taken.
+
+    Below each diagram is the share of samples per bin.
+    """
     explorer = data["explorers"][0]
     chosen, columns = explorer["steps"][explorer["chosen"]], data["net"]["exits"] + 1
     options = {"sharex": True, "sharey": "row", "gridspec_kw": {"height_ratios": (3, 1, 3, 1)}}
-    figure, made = panels(4, columns, 0.6 + 1.6 * columns, 5.6, **options)
-    for row, side, when in ((0, "vanilla", "before"), (2, "ours", "after")):
-        shown = [(at["metrics"], at["reliability"]) for at in data["uncertainty"][side]]
-        shown.append((chosen[side], chosen[side]["reliability"]))
-        for (metrics, bins), above, beneath in zip(shown, made[row], made[row + 1], strict=True):
-            _diagram(above, metrics, bins, MODEL_COLORS[side])
+    figure, grid = panels(4, columns, 0.6 + 1.6 * columns, 5.6, **options)
+    for row, model in ((0, "vanilla"), (2, "ours")):
+        diagrams = [(at["metrics"], at["reliability"]) for at in data["uncertainty"][model]]
+        diagrams.append((chosen[model], chosen[model]["reliability"]))
+        for (metrics, bins), above, below in zip(diagrams, grid[row], grid[row + 1], strict=True):
+            _draw_diagram(above, metrics, bins, MODEL_COLORS[model])
             share = 100 * np.array(bins["count"]) / max(sum(bins["count"]), 1)
-            beneath.bar(_middles(bins), share, width=0.9 / len(share), color="0.6")
-        made[row, 0].set_ylabel(f"{when} ({side})\naccuracy")
-        made[row + 1, 0].set_ylabel("% of\nsamples")
+            below.bar(_bin_centers(bins), share, width=0.9 / len(share), color="0.6")
+        grid[row, 0].set_ylabel(f"{MODEL_LABELS[model]}:\naccuracy")
+        grid[row + 1, 0].set_ylabel("% of\nsamples")
     factor, unit = scale(explorer["unit"], explorer["costs"][-1])
     titles = [
         *(f"exit {k + 1}" for k in range(columns - 1)),
-        f"exits chosen for\n{chosen['budget'] / factor:.4g} {unit}",
+        f"exits taken at\n{chosen['budget'] / factor:.4g} {unit}",
     ]
-    for axes, title in zip(made[0], titles, strict=True):
+    for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title)
-    for axes in made[-1]:
+    for axes in grid[-1]:
         axes.set(xlabel="confidence", xticks=(0, 0.5, 1), xticklabels=("0", "0.5", "1"))
     return figure
 
 
-def _middles(bins: Data) -> Array:
+def _bin_centers(bins: Data) -> Array:
     return np.asarray((np.arange(len(bins["count"])) + 0.5) / len(bins["count"]))
 
 
-def _diagram(axes: Axes, metrics: Data, bins: Data, colour: str) -> None:
-    """Accuracy in each bin that has samples, against their mean confidence."""
-    full = np.array(bins["count"]) > 0
-    confidence, accuracy = (np.array(bins[name], dtype=float)[full] for name in ("confidence", "accuracy"))
-    axes.bar(_middles(bins)[full], accuracy, width=0.9 / len(full), color=colour, alpha=0.35)
+def _draw_diagram(axes: Axes, metrics: Data, bins: Data, color: str) -> None:
+    """Draw the accuracy in each non-empty bin against its mean confidence."""
+    filled = np.array(bins["count"]) > 0
+    confidence, accuracy = (np.array(bins[name], dtype=float)[filled] for name in ("confidence", "accuracy"))
+    axes.bar(_bin_centers(bins)[filled], accuracy, width=0.9 / len(filled), color=color, alpha=0.35)
     axes.plot((0, 1), (0, 1), color="0.4", linewidth=0.7, linestyle="--")
-    axes.plot(confidence, accuracy, color=colour, marker="o", markersize=2.5, linewidth=1)
-    auroc = "none" if metrics["auroc"] is None else f"{metrics['auroc']:.3f}"
-    said = f"ECE {metrics['ece']:.3f}\nAUROC {auroc}"
-    axes.text(0.04, 0.97, said, transform=axes.transAxes, va="top", fontsize=7, bbox=BOX)
+    axes.plot(confidence, accuracy, color=color, marker="o", markersize=2.5, linewidth=1)
+    auroc = "undefined" if metrics["auroc"] is None else f"{metrics['auroc']:.3f}"
+    text = f"ECE {metrics['ece']:.3f}\nAUROC {auroc}"
+    axes.text(0.04, 0.97, text, transform=axes.transAxes, va="top", fontsize=7, bbox=TEXT_BOX)
     axes.set(xlim=(0, 1), ylim=(0, 1))
 
 
 def gallery_rows(data: Data) -> dict[str, list[int]]:
-    """Which points are shown; rows without any are left out."""
+    """Return the points shown in each row of the gallery; empty rows are left out."""
     explorer = data["explorers"][0]
     chosen = explorer["steps"][explorer["chosen"]]
     rows = {**data["galleries"], **{name: chosen[name]["points"] for name in ("saved", "lost")}}
-    return {name: points[:_SHOWN] for name, points in rows.items() if points}
+    return {name: points[:_COLUMNS] for name, points in rows.items() if points}
 
 
-def galleries(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> Figure:
-    """Pictures (m, channels, side, side), with what the calibrated net says of them and the exit that they take."""
+def galleries_figure(data: Data, pixels: Array, rows: Mapping[str, Sequence[int]]) -> Figure:
+    """Draw images (m, channels, side, side) with label, calibrated prediction and exit."""
     explorer, points, classes = data["explorers"][0], data["points"], data["classes"]
     taken = explorer["exits"]["ours"][explorer["chosen"]]
-    figure, made = panels(len(rows), _SHOWN, 0.3 + 1.05 * _SHOWN, 1.5 * len(rows))
-    for (name, shown), row in zip(rows.items(), made, strict=True):
+    figure, grid = panels(len(rows), _COLUMNS, 0.3 + 1.05 * _COLUMNS, 1.5 * len(rows))
+    for (name, shown), row in zip(rows.items(), grid, strict=True):
         row[0].set_ylabel(name, fontsize=9)
         for i, axes in zip(shown, row, strict=False):
             k = ord(taken[i]) - ord("0")
-            asked = k if name in ("saved", "lost") else data["net"]["exits"] - 1  # who was asked what kind it is
-            true, predicted = points["label"][i], points["ours"]["predicted"][asked][i]
-            words = (f"true: {classes[true]}", f"said: {classes[predicted]}", f"exit {k + 1}")
-            axes.set_title("\n".join(fit_text(line, 6, 66) for line in words), fontsize=6, loc="left", pad=3)
-            _picture(axes, pixels[i], OUTCOMES["correct" if true == predicted else "misclassified"])
+            # Easy, hard and tricky samples are chosen by the last exit's predictions.
+            predicting = k if name in ("saved", "lost") else data["net"]["exits"] - 1
+            true, predicted = points["label"][i], points["ours"]["predicted"][predicting][i]
+            lines = (f"true: {classes[true]}", f"pred: {classes[predicted]}", f"exit {k + 1}")
+            axes.set_title("\n".join(fit_text(line, 6, 66) for line in lines), fontsize=6, loc="left", pad=3)
+            _draw_image(axes, pixels[i], OUTCOME_COLORS["correct" if true == predicted else "misclassified"])
         for axes in row[len(shown) :]:
             axes.set_axis_off()
     return figure
 
 
-def _picture(axes: Axes, pixels: Array, colour: str) -> None:
-    shown = pixels[0] if len(pixels) < 3 else pixels[:3].transpose(1, 2, 0)
-    axes.imshow(shown, cmap="gray", vmin=0, vmax=255)
+def _draw_image(axes: Axes, pixels: Array, color: str) -> None:
+    image = pixels[0] if len(pixels) < 3 else pixels[:3].transpose(1, 2, 0)
+    axes.imshow(image, cmap="gray", vmin=0, vmax=255)
     axes.set(xticks=(), yticks=())
-    axes.spines[:].set(visible=True, linewidth=1.5, color=colour)
+    axes.spines[:].set(visible=True, linewidth=1.5, color=color)
