@@ -72,7 +72,7 @@ class Population:
 
     def truth(self, policy: ew.Policy, table: Array, right: Array) -> tuple[float, float]:
         """Mean cost and accuracy of a policy on everyone."""
-        exits = policy.exits_by(table)
+        exits = policy.exits_from_scores(table)
         return float(self.values[exits].mean()), float(right[exits, np.arange(len(exits))].mean())
 
 
@@ -160,7 +160,7 @@ class Synthetic:
 
     def seen(self, policies: list[ew.Policy], samples: int, rng: np.random.Generator) -> PolicyOutcomes:
         table, right = self.draw(samples, rng)
-        exits = np.stack([policy.exits_by(table) for policy in policies])
+        exits = np.stack([policy.exits_from_scores(table) for policy in policies])
         said = right[exits, np.arange(samples)]
         return PolicyOutcomes(exits, right[-1].astype(np.int64) - said.astype(np.int64))
 

@@ -151,7 +151,7 @@ def play(said: Said, batch_size: int, steering: Steering, model: Model) -> Array
     cost, top1 = [], []
     for start in range(0, said.confidence.shape[1], batch_size):
         batch = said[start : start + batch_size]
-        exits = steering.policy.exits_by(batch.confidence)
+        exits = steering.policy.exits_from_scores(batch.confidence)
         at = (exits, np.arange(len(exits)))
         steering.update(exits, batch.confidence[at])
         cost.append(model.costs[exits].mean() / model.budget)
@@ -334,7 +334,7 @@ def under_attack(model: Model, said: Said) -> dict[str, Any]:
     controlled = play(stream, ATTACK_BATCH, ew.BudgetController(model.policy, model.budget), model)
     by_round = controlled.reshape(2, ROUNDS, -1).mean(axis=2)
     settled = by_round[:, ROUNDS // 2 :].mean(axis=1)
-    shares = np.bincount(model.policy.exits_by(said.confidence), minlength=len(model.costs)) / samples
+    shares = np.bincount(model.policy.exits_from_scores(said.confidence), minlength=len(model.costs)) / samples
     return {
         "mean_confidence": said.confidence.mean(axis=1).tolist(),
         "minimised": float(np.log(said.confidence).sum(axis=0).mean()),

@@ -100,7 +100,7 @@ def runtime_exits(policy: ew.Policy, preds: Predictions) -> list[int]:
     here, memory = np.arange(preds.shape[1]), None
     for k, said in enumerate(preds.exits(variance=True)):
         variance = None if said.variance is None else said.variance[here]
-        gone, memory = policy.stops(k, ExitPrediction.from_probs(said.probs[here], variance), memory)
+        gone, memory = policy.exit_mask(k, ExitPrediction.from_probs(said.probs[here], variance), memory)
         taken[here[gone]] = k
         here, memory = here[~gone], None if memory is None else memory[~gone]
     return taken.tolist()

@@ -226,7 +226,24 @@ def to_array(name: str, values: Any) -> Array:
 
 
 def check_labels(labels: object, samples: int, classes: int) -> Array:
-    """Return labels (n,) as an array; raise InputError unless they are whole numbers in 0..c-1."""
+    """Return labels (n,) as an array; raise InputError unless they are whole numbers in 0..c-1.
+
+    Args:
+        labels: True classes (n,): an array, a tensor or a list.
+        samples: Number of samples, n.
+        classes: Number of classes, c.
+
+    Returns:
+        The labels (n,) as an array.
+
+    Raises:
+        InputError: If they are not n whole numbers in 0..c-1.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.metrics.check_labels([0, 2, 1], samples=3, classes=3).tolist()
+        [0, 2, 1]
+    """
     array = np.asarray(labels)
     if array.shape != (samples,) or not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"`labels` must be {samples} whole numbers, but got {array.dtype} {array.shape}")

@@ -174,7 +174,7 @@ class _TestEvaluator:
         self._outcomes = PerSampleMetrics.of(preds, labels)
         self._all = np.arange(len(labels))
         table = exit_scores(preds, public[0].score)
-        exits = [policy.exits_by(table) for policy in public]
+        exits = [policy.exits_from_scores(table) for policy in public]
         order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
         self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])
         self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
