@@ -75,7 +75,7 @@ def main() -> None:
 def _describe_usage_error(error: typer.TyperException) -> str:
     """Return the message of a wrong option with the value that was given, which typer leaves out for numbers."""
     message = error.format_message().replace("Value error, ", "").rstrip(".")
-    details = getattr(error.__cause__, "errors", list)()  # of pydantic, with which typer converts values
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # typer converts with pydantic
     value = repr(details[0].get("input")) if details else ""
     return message if value in message else f"{message}, but got {value}"
 

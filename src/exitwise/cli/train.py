@@ -65,7 +65,7 @@ def train(
                 raise InputError(f"--{name} is not an option of train-heads")
         _train_heads(data, net, only_heads, machine, out, force, as_json)
         print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
-        return None
+        return
     for name in ("weights", "distill", "attach", "exits", "last"):
         if getattr(only_heads, name) not in (None, False):
             raise InputError(f"--{name} is an option of `exitwise train-heads`")
@@ -90,7 +90,7 @@ def train(
         raise SystemExit(128 + stopped.signal_number) from None
     if is_rank_zero():
         _print_result(path, history, net.net, as_json)
-    return None
+    return
 
 
 @expand_options
