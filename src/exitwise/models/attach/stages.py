@@ -149,7 +149,7 @@ class StateLayout:
 
     @property
     def single(self) -> bool:
-        """Whether the state is one tensor instead of a dict."""
+        """True if the state is one tensor instead of a dict."""
         return list(self.kinds.values()) == [PerSample(0)]
 
     def pack(self, values: Sequence[Any]) -> Any:
