@@ -81,14 +81,14 @@ def measure(name: str, module: nn.Module, side: int, batches: list[int], threads
 
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
-    """Rows for the README: a column for each number of threads."""
+    """Return rows for docs/benchmarks.md: a column for each number of threads."""
     rows = []
     for name, found in by_threads(measured, "module").items():
         sizes = " and ".join(batch.removeprefix("batch ") for batch in found[0]["nobody leaves"])
         cells = [", ".join(f"{b['stages / plain module']:.2f}" for b in e["nobody leaves"].values()) for e in found]
         seconds_taken = [f"{each['attach, median seconds']:.1f} s" for each in found]
         rows.append(f"| `ew.attach`, {name}, {EXITS} exits | {' | '.join(seconds_taken)} |")
-        rows.append(f"| attached stages / plain module, {name}, batches of {sizes} | {' | '.join(cells)} |")
+        rows.append(f"| attached stages / original module, {name}, batches of {sizes} | {' | '.join(cells)} |")
     return rows
 
 

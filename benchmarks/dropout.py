@@ -87,7 +87,7 @@ def _added(times: dict[str, float], name: str) -> float:
 
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
-    """Rows for the README: a column for each number of threads."""
+    """Return rows for docs/benchmarks.md: a column for each number of threads."""
     rows = []
     for batch, found in by_threads(measured, "batch").items():
         cells = [
@@ -97,7 +97,9 @@ def table(measured: list[dict[str, Any]]) -> list[str]:
             )
             for each in found
         ]
-        rows.append(f"| added to the plain net's time by Laplace, by MC dropout, batch {batch} | {' | '.join(cells)} |")
+        rows.append(
+            f"| added to the vanilla net's time by Laplace, by MC dropout, batch {batch} | {' | '.join(cells)} |"
+        )
     return rows
 
 

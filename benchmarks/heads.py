@@ -84,11 +84,11 @@ def measure(name: str, net: ew.MultiExitNet, threads: int, repeats: int, images:
 
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
-    """Rows for the README: a column for each number of threads."""
+    """Return rows for docs/benchmarks.md: a column for each number of threads."""
     rows = []
     for name, found in by_threads(measured, "net").items():
         cells = " | ".join(f"{each['median ratio']:.1f}x" for each in found)
-        rows.append(f"| an epoch of head training that runs the backbone / on kept features, {name} | {cells} |")
+        rows.append(f"| an epoch of head training that runs the backbone / on cached features, {name} | {cells} |")
     return rows
 
 

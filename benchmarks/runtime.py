@@ -198,7 +198,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
 
 
 def table(measured: list[dict[str, Any]]) -> list[str]:
-    """The README's rows: a column for each number of threads, and in it the small net and the large one."""
+    """Return rows for docs/benchmarks.md: a column per number of threads, with the small and the large net in it."""
 
     def row(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
         cells = []
@@ -216,18 +216,18 @@ def table(measured: list[dict[str, Any]]) -> list[str]:
 
     words = {"onnx": "ONNX", "optimized": "torch, optimized", "torch": "torch, eager"}
     rows = [
-        row(f"part of the bound reached, {word}, batch {size}", reached(backend, size))
+        row(f"share of the bound reached, {word}, batch {size}", reached(backend, size))
         for backend, word in words.items()
         for size in (1, 64, 256)
     ]
-    for leaving in ("half of the cost", "nobody leaves early"):
+    for leaving, title in (("half of the cost", "half of the cost"), ("nobody leaves early", "no early exits")):
         key = f"decision, % of the stages at batch 64, {leaving}"
-        title = f"all that is not stages, {leaving}, batch 64: ONNX, optimized, eager"
+        title = f"overhead outside the stages, {title}, batch 64: ONNX, optimized, eager"
         rows.append(row(title, lambda found, key=key: ", ".join(f"{found[key][each]:.1f}" for each in words) + " %"))
     for key in (FULL_FULL, PLAIN_FULL):
         rows.append(row(key, lambda found, key=key: f"{found[key]:.1f}x"))
     for backend, word in words.items():
-        title = f"pooled stream / the same without pooling, 25 % of the cost, batches of 8 and 16, {word}"
+        title = f"stream with pooling / without pooling, 25 % of the cost, batches of 8 and 16, {word}"
         rows.append(row(title, lambda found, each=backend: _ratios(found[POOLING][each])))
     return rows
 
