@@ -1,3 +1,5 @@
+"""Evaluation of policies against a loop over samples, scikit-learn and cases worked by hand."""
+
 import json
 import subprocess
 import sys
@@ -33,7 +35,7 @@ def case(exits: int = 3, samples: int = 60, classes: int = 7) -> tuple[np.ndarra
 
 
 def point(cost: float, value: float = 0.5, **others: float) -> ew.Evaluation:
-    """A point of a curve with the same value for every metric but the named ones."""
+    """A point of a curve with one value for every metric except the named ones."""
     metrics = {**dict.fromkeys(METRICS, value), **others}
     return ew.Evaluation(**metrics, cost=cost, unit="MACs", samples=1, exit_shares=(1.0,), per_exit=())
 
@@ -76,14 +78,14 @@ class TestEvaluate:
     def test_every_exit_agrees_with_scikit_learn(self) -> None:
         probs, labels = case(samples=300)
         result = ew.evaluate(probs, labels=labels, policy=ew.Policy((0.8, 0.6, -inf)), costs=COSTS[:3])
-        for said, alone in zip(probs, result.per_exit, strict=True):
-            correct = said.argmax(axis=1) == labels
-            confidence = said.max(axis=1)
-            assert alone.top1 == pytest.approx(sklearn.metrics.accuracy_score(labels, said.argmax(axis=1)))
+        for exit_probs, alone in zip(probs, result.per_exit, strict=True):
+            correct = exit_probs.argmax(axis=1) == labels
+            confidence = exit_probs.max(axis=1)
+            assert alone.top1 == pytest.approx(sklearn.metrics.accuracy_score(labels, exit_probs.argmax(axis=1)))
             assert alone.top5 == pytest.approx(
-                sklearn.metrics.top_k_accuracy_score(labels, said, k=5, labels=np.arange(7))
+                sklearn.metrics.top_k_accuracy_score(labels, exit_probs, k=5, labels=np.arange(7))
             )
-            assert alone.nlpd == pytest.approx(sklearn.metrics.log_loss(labels, said, labels=np.arange(7)))
+            assert alone.nlpd == pytest.approx(sklearn.metrics.log_loss(labels, exit_probs, labels=np.arange(7)))
             assert alone.auroc == pytest.approx(sklearn.metrics.roc_auc_score(correct, confidence))
             assert alone.adaptive_ece == pytest.approx(
                 adaptive_calibration_error(confidence.tolist(), correct.tolist())
@@ -93,13 +95,13 @@ class TestEvaluate:
         first = [[0.9, 0.1], [0.4, 0.6]]
         second = [[0.5, 0.5], [0.75, 0.25]]
         result = ew.evaluate([first, second], labels=[0, 1], policy=ew.Policy((0.8, -inf)), costs=[10, 40])
-        # The first sample leaves at once, right with 0.9; the second is taken to the end, wrong with 0.75.
+        # The first sample takes the first exit, correct with 0.9; the second takes the last, wrong with 0.75.
         assert (result.top1, result.top5, result.cost, result.exit_shares) == (0.5, 1.0, 25.0, (0.5, 0.5))
         assert result.nlpd == pytest.approx(-(np.log(0.9) + np.log(0.25)) / 2)
         assert result.ece == pytest.approx((0.1 + 0.75) / 2)
         assert result.brier == pytest.approx((2 * 0.1**2 + 2 * 0.75**2) / 2)
         assert (result.auroc, result.aurc) == (1.0, 0.25)
-        assert [alone.top1 for alone in result.per_exit] == [1.0, 0.5]  # of equals the first class is said
+        assert [alone.top1 for alone in result.per_exit] == [1.0, 0.5]  # of ties the first class is predicted
 
     @pytest.mark.parametrize("score", ["confidence", "entropy", "variance"])
     def test_other_predictions_can_choose_the_exits(self, score: str) -> None:
@@ -118,11 +120,11 @@ class TestEvaluate:
         assert {name: getattr(result, name) for name in ("top1", "nlpd", "ece", "cost")} == pytest.approx(
             {name: expected[name] for name in ("top1", "nlpd", "ece", "cost")}
         )
-        own = ew.evaluate(probs, labels=labels, policy=ew.Policy((0.5, 0.5, -inf)), costs=COSTS[:3])
-        assert result.per_exit == own.per_exit
+        without_decider = ew.evaluate(probs, labels=labels, policy=ew.Policy((0.5, 0.5, -inf)), costs=COSTS[:3])
+        assert result.per_exit == without_decider.per_exit
 
     @pytest.mark.parametrize("other", [(2, 60, 7), (3, 59, 7)])
-    def test_those_that_choose_must_know_the_same_samples_and_exits(self, other: tuple[int, int, int]) -> None:
+    def test_predictions_that_choose_must_have_the_same_samples_and_exits(self, other: tuple[int, int, int]) -> None:
         probs, labels = case()
         with pytest.raises(ew.InputError, match=r"`decide_with` must have the exits and samples of `preds`, \(3, 60\)"):
             ew.evaluate(
@@ -166,7 +168,7 @@ class TestEvaluate:
 
     @pytest.mark.parametrize("right", [True, False])
     @pytest.mark.parametrize("samples", [1, 4])
-    def test_answers_of_one_kind_have_no_auroc(self, samples: int, right: bool) -> None:
+    def test_no_auroc_if_all_predictions_are_correct_or_all_wrong(self, samples: int, right: bool) -> None:
         probs = np.array([[[0.8, 0.2]] * samples])
         result = ew.evaluate(probs, labels=[0 if right else 1] * samples, policy=ew.Policy((-inf,)), costs=[2])
         assert isnan(result.auroc)
@@ -184,18 +186,18 @@ class TestEvaluate:
 
     @pytest.mark.parametrize("made_from", ["probs", "log_probs"])
     def test_top1_is_how_often_the_predicted_class_is_right(self, made_from: str) -> None:
-        """Also where two classes are so close that only one of probability and logarithm tells them apart."""
+        """Two classes are so close that they differ only in their probabilities or only in their logarithms."""
         rng = np.random.default_rng(0)
         larger = rng.uniform(0.3, 0.45, 200).astype(np.float32)
         smaller = np.nextafter(larger, np.float32(0))
         probs = np.stack([smaller, larger, 1 - smaller - larger], axis=1)
         if made_from == "probs":
-            said = ExitPrediction.from_probs(probs)
+            pred = ExitPrediction.from_probs(probs)
         else:
             top = np.log(larger)
             log_probs = np.stack([np.nextafter(top, np.float32(-9)), top, np.log(1 - 2 * larger)], axis=1)
-            said = ExitPrediction.from_log_probs(log_probs.astype(np.float32))
-        preds = Predictions((1, 200, 3), lambda: iter([said]))
+            pred = ExitPrediction.from_log_probs(log_probs.astype(np.float32))
+        preds = Predictions((1, 200, 3), lambda: iter([pred]))
         for label in (0, 1):
             result = ew.evaluate(preds, labels=[label] * 200, policy=ew.Policy((-inf,)), costs=[1])
             assert result.top1 == (preds.predicted == label).mean()
@@ -214,7 +216,7 @@ class TestBudgetCurve:
         assert list(curve) == alone
         assert curve.points[0].cost > curve.points[38].cost  # not sorted
 
-    def test_is_decided_with_others_at_every_point(self) -> None:
+    def test_other_predictions_can_choose_the_exits_at_every_point(self) -> None:
         probs, labels = case(exits=4, samples=50)
         other = random_probs(5, 4, 50, 7)
         policies = ew.sweep(other, costs=COSTS)[::10]
@@ -266,7 +268,7 @@ class TestBudgetCurve:
 
     @pytest.mark.parametrize(("low", "high", "expected"), [(1, 3, 0.5), (1, 2, 0.0), (2, 3, 1.0), (0, 4, 0.5)])
     def test_mean_where_two_policies_cost_the_same(self, low: float, high: float, expected: float) -> None:
-        """The curve jumps there; no slope may be made of the jump."""
+        """The curve jumps there, and the jump must not become a slope."""
         curve = ew.BudgetCurve((point(1, 0.0), point(2, 0.0), point(2, 1.0), point(3, 1.0)))
         assert curve.mean(low, high)["top1"] == pytest.approx(expected)
 
@@ -282,15 +284,15 @@ class TestBudgetCurve:
 
 
 class TestResults:
-    def test_plain_data_holds_everything_and_is_json(self) -> None:
+    def test_the_dict_holds_everything_and_is_json(self) -> None:
         probs, labels = case()
         curve = ew.budget_curve(probs, labels=labels, policies=ew.sweep(probs, costs=COSTS[:3])[:3], costs=COSTS[:3])
         data = json.loads(json.dumps(curve.to_dict(), allow_nan=False))
         assert list(data) == ["points"]
-        for plain, result in zip(data["points"], curve, strict=True):
-            per_exit = [Metrics(**alone) for alone in plain.pop("per_exit")]
-            shares = tuple(plain.pop("exit_shares"))
-            assert ew.Evaluation(**plain, exit_shares=shares, per_exit=tuple(per_exit)) == result
+        for point_data, result in zip(data["points"], curve, strict=True):
+            per_exit = [Metrics(**alone) for alone in point_data.pop("per_exit")]
+            shares = tuple(point_data.pop("exit_shares"))
+            assert ew.Evaluation(**point_data, exit_shares=shares, per_exit=tuple(per_exit)) == result
 
     def test_a_table_has_a_row_for_each_point(self) -> None:
         probs, labels = case()

@@ -1,3 +1,5 @@
+"""Metrics against scikit-learn and loops over samples."""
+
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -23,17 +25,17 @@ quick = settings(max_examples=60, deadline=None)
 
 
 def answers(seed: int, samples: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Confidences without ties, and answers that are right about as often as they say."""
+    """Confidences (n,) without ties, and whether predictions (n,) are correct, calibrated to them."""
     rng = np.random.default_rng(seed)
     confidence = rng.uniform(0.1, 1, samples)
     return confidence, rng.random(samples) < confidence
 
 
 @st.composite
-def graded_answers(draw: st.DrawFn, most: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    """Confidences in thousandths, bin edges and 1 among them, and whether the answer is right."""
+def graded_answers(draw: st.DrawFn, max_samples: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """Confidences in thousandths, with bin edges and 1 among them, and whether predictions are correct."""
     thousandths = draw(
-        st.lists(st.integers(0, 1000) | st.integers(0, 10).map(lambda b: 100 * b), min_size=1, max_size=most)
+        st.lists(st.integers(0, 1000) | st.integers(0, 10).map(lambda b: 100 * b), min_size=1, max_size=max_samples)
     )
     correct = draw(st.lists(st.booleans(), min_size=len(thousandths), max_size=len(thousandths)))
     return np.array(thousandths) / 1000, np.array(correct)
@@ -44,16 +46,16 @@ def graded_answers(draw: st.DrawFn, most: int = 40) -> tuple[np.ndarray, np.ndar
 def test_accuracy_nlpd_and_brier_agree_with_scikit_learn(seed: int, classes: int) -> None:
     probs = random_probs(seed, 1, 300, classes)[0]
     labels = np.random.default_rng(seed).integers(0, classes, 300)
-    rank = metrics.rank(np.log(probs), labels)
+    rank = metrics.true_label_rank(np.log(probs), labels)
     names = np.arange(classes)
     for k in range(1, min(5, classes - 1) + 1):
         scores = probs if classes > 2 else probs[:, 1]
         expected = sklearn.metrics.top_k_accuracy_score(labels, scores, k=k, labels=names)
         assert (rank < k).mean() == pytest.approx(expected)
-    nlpd = -metrics.log_true(np.log(probs), labels).mean()
+    nlpd = -metrics.log_prob_true(np.log(probs), labels).mean()
     assert nlpd == pytest.approx(sklearn.metrics.log_loss(labels, probs, labels=names))
     assert metrics.brier(probs, labels) == pytest.approx(((probs - np.eye(classes)[labels]) ** 2).sum(axis=1))
-    if classes == 2:  # there scikit-learn halves it
+    if classes == 2:  # scikit-learn halves the binary Brier score
         expected = 2 * sklearn.metrics.brier_score_loss(labels, probs[:, 1])
         assert metrics.brier(probs, labels).mean() == pytest.approx(expected)
 
@@ -65,15 +67,15 @@ def test_rank_is_the_place_in_a_stable_sort_when_classes_tie(seed: int, classes:
     log_probs = -rng.integers(0, 4, (samples, classes)).astype(np.float32)
     labels = rng.integers(0, classes, samples)
     order = np.argsort(-log_probs, axis=1, kind="stable")
-    assert metrics.rank(log_probs, labels).tolist() == np.argmax(order == labels[:, None], axis=1).tolist()
+    assert metrics.true_label_rank(log_probs, labels).tolist() == np.argmax(order == labels[:, None], axis=1).tolist()
     places = [classes_in_order(row).index(label) for row, label in zip(log_probs.tolist(), labels, strict=True)]
-    assert metrics.rank(log_probs, labels).tolist() == places
+    assert metrics.true_label_rank(log_probs, labels).tolist() == places
 
 
 @given(st.integers(0, 10**6))
 @quick
 def test_brier_is_right_to_rounding_in_float32(seed: int) -> None:
-    """Also where one class has almost everything, and the terms cancel."""
+    """Terms cancel where one class has nearly all of the probability."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(50, 5)) * rng.uniform(1, 40)
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -95,17 +97,17 @@ def test_ece_is_the_loop_over_bins(drawn: tuple[np.ndarray, np.ndarray], dtype: 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_calibration_errors_take_other_numbers_of_bins(seed: int, bins: int) -> None:
     confidence, correct = answers(seed)
-    for ours, loop in (
+    for metric, loop in (
         (metrics.ece, calibration_error),
         (metrics.adaptive_ece, adaptive_calibration_error),
     ):
-        assert ours(confidence, correct, bins) == pytest.approx(loop(confidence.tolist(), correct.tolist(), bins))
+        assert metric(confidence, correct, bins) == pytest.approx(loop(confidence.tolist(), correct.tolist(), bins))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("edge", range(1, 10))
 def test_a_confidence_at_an_edge_belongs_to_the_bin_above_it(dtype: str, edge: int) -> None:
-    """Right at the edge and wrong just above it: in one bin they would make up for each other, in two they cannot."""
+    """A correct prediction at the edge and a wrong one just above it: their gaps cancel only within one bin."""
     at, above, below = edge / 10, edge / 10 + 0.02, edge / 10 - 0.02
     with_above = metrics.ece(np.array([at, above], dtype), np.array([True, False]))
     with_below = metrics.ece(np.array([at, below], dtype), np.array([True, False]))
@@ -116,7 +118,7 @@ def test_a_confidence_at_an_edge_belongs_to_the_bin_above_it(dtype: str, edge: i
 def test_a_confidence_of_one_is_counted_in_the_last_bin() -> None:
     assert metrics.ece(np.array([1.0]), np.array([False])) == 1
     assert metrics.ece(np.array([1.0, 0.9]), np.array([False, True])) == pytest.approx(0.45)
-    just_above = np.nextafter(np.float32(1), np.float32(2))  # where a softmax's sum is rounded
+    just_above = np.nextafter(np.float32(1), np.float32(2))  # a softmax may round to it
     assert metrics.ece(np.array([just_above]), np.array([True])) == pytest.approx(0, abs=1e-6)
 
 
@@ -173,7 +175,7 @@ def test_aurc_with_ties_is_the_mean_over_every_order_of_equals(drawn: list[tuple
 
 @pytest.mark.parametrize("metric", [metrics.ece, metrics.adaptive_ece, metrics.auroc, metrics.aurc])
 def test_the_order_of_samples_does_not_matter(metric: object) -> None:
-    """Saturated networks say exactly 1 of many samples, right or wrong."""
+    """Saturated nets have a confidence of exactly 1 for many samples, correct or wrong."""
     confidence = np.array([1.0] * 20 + [0.6] * 20)
     correct = np.arange(40) % 20 < 12
     rng = np.random.default_rng(0)
@@ -195,7 +197,7 @@ def test_one_sort_gives_the_same_as_each_metric_alone(drawn: tuple[np.ndarray, n
 @given(graded_answers())
 @quick
 def test_no_binning_finds_less_than_the_overall_gap(drawn: tuple[np.ndarray, np.ndarray]) -> None:
-    """The triangle inequality: gaps of bins cannot add up to less than the gap of all."""
+    """By the triangle inequality the gaps of bins sum to at least the gap of all samples."""
     confidence, correct = drawn
     gap = abs(confidence.mean() - correct.mean())
     assert gap - 1e-12 <= metrics.ece(confidence, correct) <= 1
@@ -204,7 +206,7 @@ def test_no_binning_finds_less_than_the_overall_gap(drawn: tuple[np.ndarray, np.
 
 @pytest.mark.parametrize("samples", [1, 5])
 @pytest.mark.parametrize("right", [True, False])
-def test_answers_of_one_kind(samples: int, right: bool) -> None:
+def test_all_predictions_correct_or_all_wrong(samples: int, right: bool) -> None:
     confidence, correct = np.linspace(0.75, 0.85, samples), np.full(samples, right)
     assert np.isnan(metrics.auroc(confidence, correct))
     assert metrics.aurc(confidence, correct) == (0 if right else 1)
@@ -226,6 +228,11 @@ def test_answers_of_one_kind(samples: int, right: bool) -> None:
         (["a", "b", "c"], "`labels`"),
     ],
 )
-def test_labels_that_are_none_are_refused(labels: object, message: str) -> None:
+def test_invalid_labels_are_refused(labels: object, message: str) -> None:
     with pytest.raises(ew.InputError, match=message):
         metrics.check_labels(labels, 3, 4)
+
+
+def test_former_names_are_the_same_functions() -> None:
+    assert ew.metrics.rank is ew.metrics.true_label_rank
+    assert ew.metrics.log_true is ew.metrics.log_prob_true

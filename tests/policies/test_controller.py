@@ -1,4 +1,4 @@
-"""The budget controller against simulated traffic, and what it does at its limits."""
+"""The budget controller against simulated inputs, and at its limits."""
 
 import json
 from math import exp, inf, log
@@ -22,30 +22,30 @@ COSTS = (1.0, 2.0, 4.0, 7.0)
 RANGE = COSTS[-1] - COSTS[0]
 
 
-def traffic(rng: np.random.Generator, samples: int, difficulty: float) -> np.ndarray:
-    """(K, n) confidences: less for harder traffic, more at later exits."""
+def confidences(rng: np.random.Generator, samples: int, difficulty: float) -> np.ndarray:
+    """Confidences (K, n): lower for difficult inputs, higher at later exits."""
     ease = rng.normal(size=samples) - difficulty
     noise = rng.normal(scale=0.5, size=(4, samples))
     return np.asarray(1 / (1 + np.exp(-(ease + np.array([[0.0], [0.6], [1.1], [1.5]]) + noise))))
 
 
 def fitted(budget: float = 3.5, strategy: str = "geometric") -> ew.Policy:
-    confidence = traffic(np.random.default_rng(0), 4000, 0.0)
+    confidence = confidences(np.random.default_rng(0), 4000, 0.0)
     probs = np.stack([confidence, (1 - confidence) / 2, (1 - confidence) / 2], axis=2)
     probs = np.where(confidence[..., None] > 1 / 3, probs, 1 / 3)
     return ew.fit_policy(probs, costs=COSTS, budget=budget, strategy=strategy)
 
 
-def play(
-    controller: ew.BudgetController, difficulties: list[float], batch: int = 64, seed: int = 1, tell: bool = True
+def run_batches(
+    controller: ew.BudgetController, difficulties: list[float], batch: int = 64, seed: int = 1, give_scores: bool = True
 ) -> np.ndarray:
-    """The mean cost of every batch."""
+    """Run the controller on batches, and return the mean cost of each batch."""
     rng = np.random.default_rng(seed)
     costs = []
     for difficulty in difficulties:
-        said = traffic(rng, batch, difficulty)
-        exits = controller.policy.exits_from_scores(said)
-        controller.update(exits, said[exits, np.arange(batch)] if tell else None)
+        scores = confidences(rng, batch, difficulty)
+        exits = controller.policy.exits_from_scores(scores)
+        controller.update(exits, scores[exits, np.arange(batch)] if give_scores else None)
         costs.append(np.asarray(COSTS)[exits].mean())
     return np.array(costs)
 
@@ -76,7 +76,7 @@ class TestShifted:
         assert (policy.shifted(1).cost, policy.shifted(1).q) == (None, None)
 
     def test_a_saturated_threshold_can_be_lowered_and_raised(self) -> None:
-        """Confidences of exactly 1, parted by their hash, have no doubt that could be scaled."""
+        """Confidences of exactly 1, whose ties are broken by a hash, have no distance to full certainty to scale."""
         policy = ew.Policy((1 + 1e-9, -inf))
         assert policy.shifted(-1).thresholds[0] < 1 < policy.thresholds[0] < policy.shifted(1).thresholds[0]
 
@@ -91,42 +91,42 @@ class TestShifted:
         costs = [np.asarray(COSTS)[policy.shifted(by).exits(preds)].mean() for by in shifts]
         assert costs == sorted(costs)
         assert costs[4] == pytest.approx(3, abs=0.01)
-        if score == "patience":  # the others' neighbours are as far away as no float32 is
+        if score == "patience":  # other scores are further apart than these shifts
             assert np.diff(costs)[3:5].max() < 0.5
 
 
 class TestHolds:
-    @pytest.mark.parametrize("tell", [True, False])
+    @pytest.mark.parametrize("give_scores", [True, False])
     @pytest.mark.parametrize("batch", [4, 64, 500])
     @pytest.mark.parametrize("difficulty", [-1.5, -0.5, 0.5, 1.5, 3.0])
     @pytest.mark.slow_after_first
-    def test_the_mean_returns_to_the_budget(self, difficulty: float, batch: int, tell: bool) -> None:
-        """Traffic that costs from half as much to twice as much as that which thresholds were fitted on."""
+    def test_the_mean_returns_to_the_budget(self, difficulty: float, batch: int, give_scores: bool) -> None:
+        """Inputs that cost from half to twice as much as those that thresholds were fitted on."""
         policy = fitted()
         alone = np.asarray(COSTS)[
-            policy.exits_from_scores(traffic(np.random.default_rng(5), 20_000, difficulty))
+            policy.exits_from_scores(confidences(np.random.default_rng(5), 20_000, difficulty))
         ].mean()
         assert abs(alone - 3.5) > 0.05 * 3.5
         controller = ew.BudgetController(policy, 3.5)
         batches = 20_000 // batch
-        costs = play(controller, [difficulty] * batches, batch, tell=tell)
+        costs = run_batches(controller, [difficulty] * batches, batch, give_scores=give_scores)
         assert costs[batches // 2 :].mean() == pytest.approx(3.5, rel=0.01)
         assert controller.mean_cost == pytest.approx(costs.mean())
         assert controller.state.samples == batches * batch
 
-    def test_what_was_overspent_is_paid_back(self) -> None:
-        """The mean over everything since the change comes back to the budget, not only that of the last batches."""
+    def test_overspend_is_compensated(self) -> None:
+        """The mean over all batches since the change returns to the budget, not only that of the last batches."""
         controller = ew.BudgetController(fitted(), 3.5)
-        play(controller, [0.0] * 50)
-        costs = play(controller, [2.0] * 120, seed=2)
+        run_batches(controller, [0.0] * 50)
+        costs = run_batches(controller, [2.0] * 120, seed=2)
         assert costs[:3].mean() > 1.2 * 3.5
         assert costs.mean() == pytest.approx(3.5, rel=0.02)
 
-    def test_traffic_as_it_was_is_left_in_peace(self) -> None:
+    def test_unchanged_inputs_hardly_move_the_policy(self) -> None:
         controller = ew.BudgetController(fitted(), 3.5)
         shifts = []
         for seed in range(40):
-            play(controller, [0.0] * 5, seed=seed)
+            run_batches(controller, [0.0] * 5, seed=seed)
             shifts.append(controller.state.shift)
         assert np.abs(shifts).max() < 0.5
         assert abs(np.mean(shifts)) < 0.1
@@ -134,7 +134,7 @@ class TestHolds:
     def test_another_budget_than_the_policy_was_fitted_for(self) -> None:
         for budget in (2.0, 5.5):
             controller = ew.BudgetController(fitted(), budget)
-            assert play(controller, [0.0] * 300)[150:].mean() == pytest.approx(budget, rel=0.01)
+            assert run_batches(controller, [0.0] * 300)[150:].mean() == pytest.approx(budget, rel=0.01)
 
     def test_one_batch_moves_it_by_no_more_than_a_step(self) -> None:
         controller = ew.BudgetController(fitted(), 3.5, step=0.2)
@@ -144,27 +144,27 @@ class TestHolds:
             assert abs(controller.state.shift - before) <= 0.2 + 1e-12
 
     @pytest.mark.parametrize("difficulty", [-30.0, 30.0])
-    def test_no_debt_piles_up_that_cannot_be_paid(self, difficulty: float) -> None:
-        """Traffic so easy, or so hard, that no thresholds help; when it ends, the way back is short."""
+    def test_overspend_is_not_accumulated_at_the_limit(self, difficulty: float) -> None:
+        """Inputs so easy, or so difficult, that no thresholds help; after them the controller recovers fast."""
         policy = ew.Policy((inf, 0.9, 0.9, -inf), costs=COSTS, cost=3.5, budget=3.5)
         controller = ew.BudgetController(policy, 3.5)
         once = ew.BudgetController(policy, 3.5)
-        play(controller, [difficulty] * 2000)
-        play(once, [difficulty] * 40)
+        run_batches(controller, [difficulty] * 2000)
+        run_batches(once, [difficulty] * 40)
         assert abs(controller.state.debt) <= abs(once.state.debt) * 1.5 + 1280 * RANGE
-        costs = play(controller, [0.0] * 120, seed=3)
+        costs = run_batches(controller, [0.0] * 120, seed=3)
         assert costs[60:].mean() == pytest.approx(3.5, rel=0.03)
 
-    def test_a_policy_that_saves_is_never_made_dearer(self) -> None:
-        """It spends less because going deeper does harm: what is left of the budget is not to be burnt."""
+    def test_a_policy_that_saves_is_never_made_more_expensive(self) -> None:
+        """It spends less because later exits are worse: the rest of the budget must not be spent."""
         policy = ew.Policy((0.6, 0.5, 0.4, -inf), costs=COSTS, cost=2.0, budget=6.0)
         controller = ew.BudgetController(policy, 6.0)
-        play(controller, [0.0] * 100)
+        run_batches(controller, [0.0] * 100)
         assert controller.policy.thresholds == policy.thresholds
         low = ew.BudgetController(policy, 1.5)
-        assert play(low, [0.0] * 300)[150:].mean() == pytest.approx(1.5, rel=0.02)
+        assert run_batches(low, [0.0] * 300)[150:].mean() == pytest.approx(1.5, rel=0.02)
 
-    def test_batches_of_nobody_change_nothing(self) -> None:
+    def test_empty_batches_change_nothing(self) -> None:
         controller = ew.BudgetController(fitted())
         before = controller.to_dict()
         controller.update(np.empty(0, dtype=np.int64))
@@ -172,22 +172,23 @@ class TestHolds:
         assert controller.to_dict() == before
 
     def test_tensors_are_taken(self) -> None:
-        one, other = ew.BudgetController(fitted()), ew.BudgetController(fitted())
-        one.update(torch.tensor([0, 3, 3]), torch.tensor([0.9, 0.5, 0.5]))
-        other.update([0, 3, 3], [0.9, 0.5, 0.5])
-        assert one.state.shift == pytest.approx(other.state.shift)
+        from_tensors, from_lists = ew.BudgetController(fitted()), ew.BudgetController(fitted())
+        from_tensors.update(torch.tensor([0, 3, 3]), torch.tensor([0.9, 0.5, 0.5]))
+        from_lists.update([0, 3, 3], [0.9, 0.5, 0.5])
+        assert from_tensors.state.shift == pytest.approx(from_lists.state.shift)
 
 
 class TestState:
-    def test_another_process_goes_on_where_the_first_ended(self, tmp_path: Path) -> None:
+    def test_another_process_resumes_from_the_file(self, tmp_path: Path) -> None:
         whole, first = (ew.BudgetController(fitted(), 3.5, horizon=500, step=0.3) for _ in range(2))
-        play(whole, [1.0] * 20, seed=1)
-        play(first, [1.0] * 20, seed=1)
+        run_batches(whole, [1.0] * 20, seed=1)
+        run_batches(first, [1.0] * 20, seed=1)
         first.save(tmp_path / "controller.json")
         second = ew.BudgetController.load(tmp_path / "controller.json")
-        assert (play(whole, [1.0] * 20, seed=2) == play(second, [1.0] * 20, seed=2)).all()
+        assert (run_batches(whole, [1.0] * 20, seed=2) == run_batches(second, [1.0] * 20, seed=2)).all()
         assert second.to_dict() == whole.to_dict()
         assert second.policy == whole.policy
+        assert second.fitted is second.base_policy
         assert "3.5" in repr(second)
 
     @pytest.mark.parametrize(
@@ -241,16 +242,16 @@ def test_bad_input(make: Any, message: str) -> None:
 
 
 def test_the_slope_is_that_of_the_cost() -> None:
-    """What the controller learns from scores alone, beside what moving the policy really does to the cost."""
+    """The slope estimated from scores is near the true change of the cost when the policy shifts."""
     policy = fitted()
     controller = ew.BudgetController(policy, 3.5, horizon=10**6)
-    said = traffic(np.random.default_rng(9), 200_000, 0.0)
-    exits = policy.exits_from_scores(said)
+    scores = confidences(np.random.default_rng(9), 200_000, 0.0)
+    exits = policy.exits_from_scores(scores)
     for _ in range(30):
-        controller._update_slope(exits, said[exits, np.arange(len(exits))])
+        controller._update_slope(exits, scores[exits, np.arange(len(exits))])
     costs = np.asarray(COSTS)
-    true = (costs[policy.shifted(0.1).exits_from_scores(said)].mean() - costs[exits].mean()) / 0.1
-    assert 0.4 * true < controller.state.slope < 1.2 * true  # who goes on may go further than to the next exit
+    true = (costs[policy.shifted(0.1).exits_from_scores(scores)].mean() - costs[exits].mean()) / 0.1
+    assert 0.4 * true < controller.state.slope < 1.2 * true  # a sample may continue beyond the next exit
 
 
 def test_scores_of_a_table_are_what_update_takes() -> None:

@@ -1,4 +1,4 @@
-"""Policies for a budget, by every strategy."""
+"""Policies for a budget, with every strategy."""
 
 from math import inf, nan
 from pathlib import Path
@@ -42,8 +42,8 @@ class TestGeometric:
     def test_without_ties_it_is_spent_but_for_less_than_one_sample(
         self, seed: int, exits: int, samples: int, part: float, dtype: str
     ) -> None:
-        """As q grows, samples change one by one between their exit and the last, so the cost moves in steps of at
-        most (last cost - first cost) / n, and the bisection ends at a step that crosses the budget."""
+        """As q grows, samples move one by one between their exit and the last. The cost therefore changes in steps of
+        at most (last cost - first cost) / n, and the bisection ends at a step that crosses the budget."""
         costs = COSTS[:exits]
         budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
         policy = ew.fit_policy(without_ties(seed, exits, samples, dtype), costs=costs, budget=budget)
@@ -52,13 +52,13 @@ class TestGeometric:
 
     @pytest.mark.parametrize("kind", ["float32", "float64", "ties"])
     @pytest.mark.parametrize("exits", [1, 2, 5])
-    def test_the_cheapest_and_the_dearest_budget_are_met_exactly(self, exits: int, kind: str) -> None:
+    def test_the_smallest_and_the_largest_budget_are_met_exactly(self, exits: int, kind: str) -> None:
         preds = random_probs(0, exits, 30, 4, kind)
         cheapest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[0])
-        dearest = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[exits - 1])
-        assert (cheapest.cost, dearest.cost) == (COSTS[0], COSTS[exits - 1])
+        full = ew.fit_policy(preds, costs=COSTS[:exits], budget=COSTS[exits - 1])
+        assert (cheapest.cost, full.cost) == (COSTS[0], COSTS[exits - 1])
         assert set(cheapest.exits(preds)) == {0}
-        assert set(dearest.exits(preds)) == {exits - 1}
+        assert set(full.exits(preds)) == {exits - 1}
 
     @given(seeds, st.integers(2, 5), st.integers(5, 25), kinds, st.lists(st.floats(0, 1), min_size=2, max_size=6))
     @settings(max_examples=40, deadline=None)
@@ -73,7 +73,7 @@ class TestGeometric:
 
     @given(seeds, st.integers(2, 5), st.integers(5, 40), st.floats(0, 1), st.sampled_from(["float32", "float64"]))
     @settings(max_examples=60, deadline=None)
-    def test_thresholds_lie_midway_between_neighbouring_scores(
+    def test_thresholds_lie_midway_between_neighboring_scores(
         self, seed: int, exits: int, samples: int, part: float, dtype: str
     ) -> None:
         probs = without_ties(seed, exits, samples, dtype)
@@ -82,24 +82,24 @@ class TestGeometric:
         taken = policy.exits(probs)
         confidence = probs.max(axis=2).astype(np.float64)
         for k, threshold in enumerate(policy.thresholds[:-1]):
-            left, stayed = confidence[k, taken == k], confidence[k, taken > k]
+            exited, continued = confidence[k, taken == k], confidence[k, taken > k]
             if threshold == inf:
-                assert not len(left)
+                assert not len(exited)
             elif threshold == -inf:
-                assert not len(stayed)
+                assert not len(continued)
             else:
-                assert threshold == pytest.approx((left.min() + stayed.max()) / 2, abs=1e-7)
+                assert threshold == pytest.approx((exited.min() + continued.max()) / 2, abs=1e-7)
         little = 0.4 / (samples - 1) / 3  # a third of the gap between scores
         for move in (-little, little):
             moved = ew.Policy(tuple(threshold + move for threshold in policy.thresholds))
             assert moved.exits(probs).tolist() == taken.tolist()
 
     @pytest.mark.parametrize("dtype", ["float16", "float32"])
-    def test_scores_that_are_neighbouring_numbers_are_told_apart(self, dtype: str) -> None:
-        """Saturated confidences differ in their last bit, and nothing of their own type lies midway."""
+    def test_scores_that_are_neighboring_numbers_are_separated(self, dtype: str) -> None:
+        """Saturated confidences differ in their last bit, and no number of their type lies midway."""
         number = np.dtype(dtype).type
         lower = number(0.75)
-        for _ in range(2):  # whatever way the middle is rounded
+        for _ in range(2):  # once for each direction in which the middle may round
             upper = np.nextafter(lower, number(1))
             confidence = np.array([[lower, upper]] * 2)
             policy = ew.fit_policy(of_confidence(confidence), costs=[1, 3], budget=2)
@@ -120,7 +120,7 @@ class TestGeometric:
             ew.fit_policy(probs, costs=[3], budget=2)
 
     @pytest.mark.parametrize("budget", [1.99, 12.01, 0, -5.0, nan, inf, -inf, True, None, "5", [5.0], 5 + 0j])
-    def test_a_budget_out_of_reach_is_told_what_is_within(self, budget: Any) -> None:
+    def test_a_budget_out_of_reach_is_refused_with_the_range(self, budget: Any) -> None:
         with pytest.raises(ew.InputError, match=r"`budget` must lie between .*, 2 to 12 ms, but got") as caught:
             ew.fit_policy(random_probs(0, 3, 5, 4), costs=MILLISECONDS, budget=budget)
         assert str(caught.value).endswith(str(budget))
@@ -137,7 +137,7 @@ class TestGeometric:
     def test_the_whole_range_is_reached_when_all_are_equally_certain(
         self, seed: int, exits: int, samples: int, part: float, score: str
     ) -> None:
-        """Every exit is sure of every sample, if for other reasons: only the hash can part them."""
+        """All confidences are equal: only the hash of the probabilities breaks these ties."""
         rest = np.random.default_rng(seed).dirichlet(np.ones(4), size=(exits, samples)) * 1e-9
         probs = np.concatenate([np.ones((exits, samples, 1)), rest], axis=2).astype(np.float32)
         assert len(np.unique(exact(probs, score)[0])) == 1
@@ -149,14 +149,14 @@ class TestGeometric:
 
 
 def overthinking(seed: int, samples: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """Three exits of which the second is the best, with honest confidences: (K, n, 2) probabilities and labels."""
+    """Probabilities (K, n, 2) of three exits with calibrated confidences, the second the best, and labels (n,)."""
     rng = np.random.default_rng(seed)
     spread = np.array([0.25, 0.5, 0.15])[:, None]
     confidence = 0.5 + spread * rng.uniform(size=(3, samples)) ** 0.5
     labels = rng.integers(0, 2, samples)
-    right = rng.uniform(size=(3, samples)) < confidence
-    said = np.where(right, labels, 1 - labels)
-    probs = np.where((said == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
+    correct = rng.uniform(size=(3, samples)) < confidence
+    predicted = np.where(correct, labels, 1 - labels)
+    probs = np.where((predicted == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
     return probs, labels
 
 
@@ -183,7 +183,7 @@ class TestOptimized:
         labels = np.random.default_rng(seed).integers(0, 4, samples)
         costs = COSTS[:exits]
         budget = min(costs[0] + part * (costs[-1] - costs[0]), costs[-1])
-        found = {}
+        values = {}
         for strategy in ("geometric", "optimized", "auto", "label_free"):
             policy = ew.fit_policy(
                 preds, labels, costs, budget=budget, strategy=strategy, score=score, objective=objective
@@ -196,16 +196,16 @@ class TestOptimized:
             reached = -result.nlpd if objective == "nlpd" else result.top1
             if strategy != "label_free":
                 assert policy.fit.value == pytest.approx(abs(reached), abs=1e-6)
-            found[strategy] = reached
-        assert found["optimized"] >= found["geometric"] - 1e-9
-        assert found["auto"] >= found["geometric"] - 1e-9
+            values[strategy] = reached
+        assert values["optimized"] >= values["geometric"] - 1e-9
+        assert values["auto"] >= values["geometric"] - 1e-9
 
     @given(seeds, st.integers(2, 3), st.integers(4, 7), st.floats(0, 1))
     @settings(max_examples=30, deadline=None)
     def test_finds_what_trying_everything_finds_nearly_always(
         self, seed: int, exits: int, samples: int, part: float
     ) -> None:
-        """The search moves one threshold at a time; a miss of one sample is the price of O(K n log n)."""
+        """The search moves one threshold at a time; missing the optimum by one sample is accepted for O(K n log n)."""
         probs = without_ties(seed, exits, samples)
         labels = np.random.default_rng(seed).integers(0, 2, samples)
         costs = np.array(COSTS[:exits])
@@ -225,8 +225,8 @@ class TestOptimized:
         assert policy.cost < 3.5 < 5.5 < geometric.cost  # type: ignore[operator]
         assert gain > 0.1
 
-    def test_a_net_that_says_nothing_of_the_labels_is_not_overfitted(self) -> None:
-        """Exits that guess: whatever seems best on these labels is chance, and cross-fitting sees that."""
+    def test_a_net_that_is_independent_of_the_labels_is_not_overfitted(self) -> None:
+        """Exits that guess: the best fit to these labels is chance, which cross-fitting detects."""
         gaps, chosen = [], []
         for seed in range(12):
             probs = random_probs(seed, 3, 60, 4)
@@ -237,7 +237,7 @@ class TestOptimized:
             assert set(fit.portfolio) <= {"geometric", "optimized"}
             gaps.append(fit.gap)
             chosen.append(fit.chosen)
-        assert fmean(gaps) > 0.01  # too good to be true, and it says so
+        assert fmean(gaps) > 0.01  # overfitting shows in the gap
         assert "geometric" in chosen
 
     def test_labels_are_needed(self) -> None:
@@ -245,12 +245,12 @@ class TestOptimized:
             ew.fit_policy(random_probs(0, 3, 5, 4), costs=[1, 2, 3], budget=2, strategy="optimized")
 
     def test_the_objective_decides(self) -> None:
-        """A last exit that is right more often, but so sure of itself that its mistakes are dear."""
+        """A last exit that is correct more often, but so overconfident that its NLPD is worse."""
         rng = np.random.default_rng(0)
         labels = rng.integers(0, 2, 600)
         confidence = np.stack([rng.uniform(0.65, 0.75, 600), rng.uniform(0.999, 0.9999, 600)])
-        said = np.where(rng.uniform(size=(2, 600)) < [[0.7], [0.8]], labels, 1 - labels)
-        probs = np.where((said == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
+        predicted = np.where(rng.uniform(size=(2, 600)) < [[0.7], [0.8]], labels, 1 - labels)
+        probs = np.where((predicted == 0)[..., None], of_confidence(confidence), of_confidence(confidence)[..., ::-1])
         by_accuracy = ew.fit_policy(probs, labels, [1, 2], budget=2, objective="accuracy", strategy="optimized")
         by_nlpd = ew.fit_policy(probs, labels, [1, 2], budget=2, objective="nlpd", strategy="optimized")
         assert by_accuracy.cost > 1.9  # type: ignore[operator]
@@ -263,25 +263,25 @@ class TestLabelFree:
         probs, labels = overthinking(0, 3000)
         fresh, fresh_labels = overthinking(1, 20000)
         costs = [1, 2, 6]
-        found = {}
-        for strategy, known in (("optimized", labels), ("label_free", None)):
-            policy = ew.fit_policy(probs, known, costs, budget=1.6, strategy=strategy, objective=objective)
-            found[strategy] = ew.evaluate(fresh, labels=fresh_labels, policy=policy, costs=costs)
-        assert found["label_free"].top1 == pytest.approx(found["optimized"].top1, abs=0.01)
-        assert found["label_free"].cost == pytest.approx(found["optimized"].cost, rel=0.02)
+        results = {}
+        for strategy, fit_labels in (("optimized", labels), ("label_free", None)):
+            policy = ew.fit_policy(probs, fit_labels, costs, budget=1.6, strategy=strategy, objective=objective)
+            results[strategy] = ew.evaluate(fresh, labels=fresh_labels, policy=policy, costs=costs)
+        assert results["label_free"].top1 == pytest.approx(results["optimized"].top1, abs=0.01)
+        assert results["label_free"].cost == pytest.approx(results["optimized"].cost, rel=0.02)
 
     def test_never_looks_at_the_labels(self) -> None:
         probs, labels = overthinking(0)
-        made = [
-            ew.fit_policy(probs, known, [1, 2, 6], budget=2.5, strategy="label_free")
-            for known in (None, labels, 1 - labels)
+        policies = [
+            ew.fit_policy(probs, fit_labels, [1, 2, 6], budget=2.5, strategy="label_free")
+            for fit_labels in (None, labels, 1 - labels)
         ]
-        assert made[0] == made[1] == made[2]
-        assert made[0].fit is not None
-        assert not made[0].fit.labelled
+        assert policies[0] == policies[1] == policies[2]
+        assert policies[0].fit is not None
+        assert not policies[0].fit.used_labels
 
     def test_is_led_astray_by_overconfidence(self) -> None:
-        """The first exit claims to be always right: by its own word nothing is gained behind it."""
+        """The first exit is overconfident: by its confidence, later exits gain nothing."""
         probs, labels = overthinking(0)
         lying = probs.copy()
         lying[0] = np.where(lying[0] > 0.5, 0.999, 0.001)
@@ -298,10 +298,10 @@ class TestAuto:
         assert fit is not None
         assert set(fit.portfolio) == {"geometric", "optimized", "label_free"}
         assert fit.held_out == max(fit.portfolio.values()) == fit.portfolio[fit.chosen]
-        assert fit.labelled
+        assert fit.used_labels
 
     def test_of_equals_the_cheaper_is_taken(self) -> None:
-        """Exits that all say the same: whatever is spent behind the first buys nothing."""
+        """All exits predict the same: cost beyond the first exit gains nothing."""
         probs, labels = overthinking(0)
         for strategy in ("auto", "optimized"):
             policy = ew.fit_policy(np.stack([probs[1]] * 3), labels, [1, 2, 3], budget=2, strategy=strategy)
@@ -316,25 +316,25 @@ class TestAuto:
         assert auto.fit.chosen == "geometric"
 
     def test_held_out_is_what_the_others_samples_give(self) -> None:
-        """The reported number again, by splitting by hand."""
+        """The reported number is reproduced by splitting by hand."""
         probs, labels = overthinking(3, 203)
         fold_of = np.random.default_rng(0).permutation(203) % 5
-        right = 0
+        correct = 0
         for fold in range(5):
-            rest, held = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
-            policy = ew.fit_policy(probs[:, rest], costs=[1, 2, 6], budget=3, strategy="geometric")
-            right += round(accuracy(probs[:, held], labels[held], policy.exits(probs[:, held])) * len(held))
+            outside, inside = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
+            policy = ew.fit_policy(probs[:, outside], costs=[1, 2, 6], budget=3, strategy="geometric")
+            correct += round(accuracy(probs[:, inside], labels[inside], policy.exits(probs[:, inside])) * len(inside))
         fit = ew.fit_policy(probs, labels, [1, 2, 6], budget=3, strategy="geometric").fit
         assert fit is not None
-        assert fit.held_out == pytest.approx(right / 203)
-        assert fit.gap == pytest.approx(fit.value - right / 203)
+        assert fit.held_out == pytest.approx(correct / 203)
+        assert fit.gap == pytest.approx(fit.value - correct / 203)
 
     def test_many_budgets_are_what_each_alone_is(self) -> None:
         probs, labels = overthinking(0)
         budgets = [1.5, 2.0, 3.0, 5.0]
         for strategy in ("auto", "geometric", "optimized", "label_free"):
             together = ew.fit_policies(probs, labels, [1, 2, 6], budgets=budgets, strategy=strategy)
-            alone = [ew.fit_policy(probs, labels, [1, 2, 6], budget=each, strategy=strategy) for each in budgets]
+            alone = [ew.fit_policy(probs, labels, [1, 2, 6], budget=budget, strategy=strategy) for budget in budgets]
             assert together == alone
 
     def test_one_sample_of_one_exit(self) -> None:

@@ -30,15 +30,15 @@ EIGHT = float(np.float32(0.8))  # scores are float32
 class TestScores:
     @pytest.mark.parametrize("score", sorted(SCORES.keys() - {"patience"}))
     def test_larger_is_more_certain(self, score: str) -> None:
-        """From a coin toss to near certainty, with draws that agree more and more."""
+        """Confidence grows from 0.5 to 1, and the variance over draws falls."""
         probs = of_confidence([[0.5, 0.6, 0.9, 0.99, 1.0]])
         variance = np.array([[0.2, 0.1, 0.05, 0.01, 0.0]])
         preds = Predictions(probs.shape, lambda: iter([ExitPrediction.from_probs(probs[0])]), lambda _: variance)
-        found = exit_scores(preds, score)[0]
-        assert (np.diff(found) > 0).all()
-        assert found[-1] == pytest.approx(SCORES[score].full_certainty)
+        scores = exit_scores(preds, score)[0]
+        assert (np.diff(scores) > 0).all()
+        assert scores[-1] == pytest.approx(SCORES[score].full_certainty)
 
-    def test_each_is_what_its_name_says(self) -> None:
+    def test_each_matches_its_definition(self) -> None:
         preds = with_draws(0, 3, 20, "ties")
         probs = preds.probs.numpy()
         assert exact(preds).tolist() == probs.max(axis=2).tolist()
@@ -81,16 +81,16 @@ class TestTies:
     @given(seeds, st.integers(1, 30), kinds, st.sampled_from(list(SCORES)))
     @settings(max_examples=60, deadline=None)
     def test_the_hash_lies_below_the_score(self, seed: int, samples: int, kind: str, score: str) -> None:
-        """Rounding to float32 gives the score itself back, and no order of different scores changes."""
+        """Rounding to float32 restores the score, and the order of different scores does not change."""
         preds = with_draws(seed, 2, samples, kind)
-        memory = None
-        for table, said in zip(exit_scores(preds, score), preds.exits(variance=True), strict=True):
-            plain, memory = SCORES[score].compute(said, memory)
-            plain = plain.astype(np.float32)
-            assert table.astype(np.float32).tolist() == plain.tolist()
-            assert (table >= plain).all()
-            order = np.argsort(plain, kind="stable")
-            grew = np.diff(plain[order]) > 0
+        state = None
+        for table, pred in zip(exit_scores(preds, score), preds.exits(variance=True), strict=True):
+            values, state = SCORES[score].compute(pred, state)
+            values = values.astype(np.float32)
+            assert table.astype(np.float32).tolist() == values.tolist()
+            assert (table >= values).all()
+            order = np.argsort(values, kind="stable")
+            grew = np.diff(values[order]) > 0
             assert (np.diff(table[order])[grew] > 0).all()
 
     @given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100))
@@ -98,28 +98,28 @@ class TestTies:
     def test_any_score_is_given_back_by_rounding(self, value: float) -> None:
         for sign in (1, -1):
             probs = random_probs(0, 1, 200, 5)[0]
-            parted = break_ties(np.full(200, sign * value, dtype=np.float32), probs)
-            assert (parted.astype(np.float32) == np.float32(sign * value)).all()
+            broken = break_ties(np.full(200, sign * value, dtype=np.float32), probs)
+            assert (broken.astype(np.float32) == np.float32(sign * value)).all()
 
     @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 0.5, -0.25, 1e-30, -3.0, 1.4e-45, 2.0, 7.9e-31, 2.2e-38])
-    def test_equal_scores_are_parted_evenly(self, value: float) -> None:
+    def test_equal_scores_are_broken_evenly(self, value: float) -> None:
         probs = random_probs(0, 1, 4000, 5)[0]
-        parted = break_ties(np.full(4000, value, dtype=np.float32), probs)
-        assert len(set(parted.tolist())) > 3990
-        assert (parted.astype(np.float32) == np.float32(value)).all()
-        step = parted.max() - parted.min()
-        shares = np.histogram((parted - parted.min()) / step, bins=8, range=(0, 1))[0] / 4000
+        broken = break_ties(np.full(4000, value, dtype=np.float32), probs)
+        assert len(set(broken.tolist())) > 3990
+        assert (broken.astype(np.float32) == np.float32(value)).all()
+        step = broken.max() - broken.min()
+        shares = np.histogram((broken - broken.min()) / step, bins=8, range=(0, 1))[0] / 4000
         assert shares == pytest.approx(1 / 8, abs=0.02)
 
     def test_it_hangs_on_the_probabilities_and_on_nothing_else(self) -> None:
         probs = random_probs(3, 1, 50, 7, "float32")[0]
         score = np.full(50, 0.5, dtype=np.float32)
-        parted = break_ties(score, probs)
+        broken = break_ties(score, probs)
         order = np.random.default_rng(0).permutation(50)
-        assert break_ties(score, probs[order]).tolist() == parted[order].tolist()
-        assert break_ties(score, probs.astype(np.float64)).tolist() == parted.tolist()
-        assert break_ties(score, np.asfortranarray(probs)).tolist() == parted.tolist()
-        assert (break_ties(score, probs[:, ::-1]) != parted).all()
+        assert break_ties(score, probs[order]).tolist() == broken[order].tolist()
+        assert break_ties(score, probs.astype(np.float64)).tolist() == broken.tolist()
+        assert break_ties(score, np.asfortranarray(probs)).tolist() == broken.tolist()
+        assert (break_ties(score, probs[:, ::-1]) != broken).all()
 
     def test_another_arithmetic_gives_the_same_hash_nearly_always(self) -> None:
         probs = random_probs(0, 1, 5000, 100)[0]
@@ -128,7 +128,7 @@ class TestTies:
         assert (break_ties(score, probs) == break_ties(score, probs * noise)).mean() > 0.995
 
     def test_it_never_changes(self) -> None:
-        """Thresholds in files rely on it."""
+        """Thresholds in files depend on it."""
         probs = np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [1.0, 0.0, 0.0]], dtype=np.float32)
         bits = (break_ties(np.ones(3, dtype=np.float32), probs) - 1) * 2.0**51
         assert bits.tolist() == [63022468.0, 13845312.0, 17373668.0]
@@ -137,7 +137,7 @@ class TestTies:
 class TestExits:
     @given(seeds, st.integers(1, 6), st.integers(1, 30), kinds, st.data())
     @settings(max_examples=80, deadline=None)
-    def test_a_sample_leaves_at_the_first_exit_that_is_certain_enough(
+    def test_a_sample_takes_the_first_exit_that_reaches_its_threshold(
         self, seed: int, exits: int, samples: int, kind: str, data: st.DataObject
     ) -> None:
         score = data.draw(st.sampled_from(list(SCORES)))
@@ -149,7 +149,7 @@ class TestExits:
         thresholds = tuple(float(table.dtype.type(value)) for value in thresholds)
         policy = ew.Policy(thresholds, score)
         assert policy.exits(preds).tolist() == first_exit_reached(table.tolist(), thresholds)
-        assert policy.exits_by(exit_scores(preds, score)).tolist() == policy.exits(preds).tolist()
+        assert policy.exits_from_scores(exit_scores(preds, score)).tolist() == policy.exits(preds).tolist()
         assert runtime_exits(policy, preds) == policy.exits(preds).tolist()
 
     def test_tensors_and_arrays_take_the_same_exits(self) -> None:
@@ -157,6 +157,17 @@ class TestExits:
         policy = ew.Policy((0.9, 0.7, -inf))
         assert policy.exits(torch.from_numpy(probs)).tolist() == policy.exits(probs).tolist()
         assert set(policy.exits(probs)) == {0, 1, 2}
+
+    def test_former_names_give_the_same(self) -> None:
+        preds = with_draws(0, 2, 30)
+        policy = ew.Policy((0.5, -inf))
+        scores = exit_scores(preds)
+        assert policy.exits_by(scores).tolist() == policy.exits_from_scores(scores).tolist()
+        pred = next(preds.exits())
+        mask, _ = policy.exit_mask(exit=0, pred=pred, state=None)
+        former, _ = policy.stops(exit=0, said=pred, memory=None)
+        assert former.tolist() == mask.tolist()
+        assert 0 < mask.sum() < 30
 
     def test_another_number_of_exits_is_refused(self) -> None:
         with pytest.raises(ew.InputError, match="`preds` must have 2 exits as the policy has, but has 3"):
@@ -166,7 +177,7 @@ class TestExits:
 class TestSweep:
     @given(seeds, st.integers(1, 6), st.integers(1, 40), kinds, st.sampled_from(list(SCORES)))
     @settings(max_examples=60, deadline=None)
-    def test_is_the_public_rule_sample_by_sample(
+    def test_is_the_rule_of_the_released_code_sample_by_sample(
         self, seed: int, exits: int, samples: int, kind: str, score: str
     ) -> None:
         preds = with_draws(seed, exits, samples, kind)
@@ -185,7 +196,7 @@ class TestSweep:
     def test_shares_that_are_whole_numbers_of_samples_are_not_rounded_down(
         self, exits: int, samples: int, p: int
     ) -> None:
-        """For instance 39 samples in the ratio 1 to 6/20: exactly 30 and 9."""
+        """An example: 39 samples in the ratio 1 to 6/20 are exactly 30 and 9."""
         probs = without_ties(0, exits, samples)
         taken = ew.sweep(probs, costs=COSTS[:exits])[p - 1].exits(probs)
         assert np.bincount(taken, minlength=exits).tolist() == public_counts(p, exits, samples)
@@ -198,25 +209,25 @@ class TestSweep:
                 assert shares[1:] / shares[:-1] == pytest.approx(q)
 
     def test_a_hand_worked_case(self) -> None:
-        """q = 1 over three exits of six samples: two leave at each."""
+        """q = 1 with three exits and six samples: two exit at each."""
         first = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5]
         second = [0.5, 0.5, 0.6, 0.9, 0.8, 0.7]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
         assert policy == ew.Policy((EIGHT, EIGHT, -inf), cost=3.0, strategy="public", q=1.0, costs=(1, 2, 6))
-        # A tie at the threshold takes everyone along, and then the second exit has too few left for its share.
+        # All samples tied at the threshold exit, and then fewer samples than its share reach the second exit.
         first = [0.9, 0.8, 0.8, 0.8, 0.8, 0.5]
         policy = ew.sweep(of_confidence([first, second, first]), costs=[1, 2, 6])[19]
-        # A mean of six costs: another order of the sum rounds 11/6 otherwise.
+        # A mean of six costs: another order of the sum may round 11/6 differently.
         assert policy.cost == pytest.approx(11 / 6, rel=1e-15)
         expected = ew.Policy((EIGHT, inf, -inf), cost=policy.cost, strategy="public", q=1.0, costs=(1, 2, 6))
         assert policy == expected
 
-    def test_shares_below_one_sample_let_nobody_leave(self) -> None:
+    def test_no_sample_exits_early_if_shares_are_below_one_sample(self) -> None:
         policies = ew.sweep(random_probs(0, 3, 1, 4), costs=[1, 2, 6])
         assert {policy.thresholds for policy in policies} == {(inf, inf, -inf)}
         assert {policy.cost for policy in policies} == {6.0}
 
-    def test_one_exit_takes_everyone(self) -> None:
+    def test_all_samples_take_a_single_exit(self) -> None:
         policies = ew.sweep(random_probs(0, 1, 5, 4), costs=[3])
         assert {(policy.thresholds, policy.cost) for policy in policies} == {((-inf,), 3.0)}
 
@@ -256,7 +267,7 @@ class TestPolicy:
         st.none() | st.floats(0, 1e12),
     )
     @settings(max_examples=60, deadline=None)
-    def test_plain_data_and_back(self, thresholds: list[float], score: str, cost: float | None) -> None:
+    def test_json_and_back(self, thresholds: list[float], score: str, cost: float | None) -> None:
         policy = ew.Policy((*thresholds, -inf), score, "ms", cost=cost, q=cost)
         text = json.dumps(policy.to_dict(), allow_nan=False)
         assert ew.Policy.from_dict(json.loads(text)) == policy
@@ -306,8 +317,8 @@ class TestPolicy:
     def test_a_broken_file_is_named_and_refused(self, tmp_path: Path, content: Any, message: str) -> None:
         path = tmp_path / "policy.json"
         if isinstance(content, dict):
-            whole = {"format": "exitwise.policy", "version": 1, "thresholds": [0.5, "-inf"]}
-            content = json.dumps({**whole, **content})
+            valid = {"format": "exitwise.policy", "version": 1, "thresholds": [0.5, "-inf"]}
+            content = json.dumps({**valid, **content})
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ew.InputError, match=message) as caught:
             ew.Policy.load(path)
@@ -323,6 +334,6 @@ class TestPolicy:
             ew.Policy.load(tmp_path / "none.json")
 
     @pytest.mark.parametrize("thresholds", [(), (0.5,), (0.5, nan, -inf), (nan,), (inf,), ("high", -inf)])
-    def test_thresholds_are_numbers_and_the_last_takes_everyone(self, thresholds: Any) -> None:
+    def test_thresholds_are_numbers_and_the_last_is_minus_infinity(self, thresholds: Any) -> None:
         with pytest.raises(ew.InputError, match="`thresholds` must be numbers, one per exit, the last -inf"):
             ew.Policy(thresholds)

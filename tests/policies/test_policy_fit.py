@@ -1,4 +1,4 @@
-"""What a policy says of how it was fitted, and policies for many budgets."""
+"""The fit that a policy records, and policies for several budgets."""
 
 from dataclasses import replace
 from math import inf
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.numerical
 
 class TestGap:
     def test_is_what_is_lost_on_other_samples(self) -> None:
-        """Accuracy falls, NLPD grows."""
+        """The gap is a drop of accuracy, or a rise of NLPD."""
         fit = PolicyFit("geometric", 10, "accuracy", True, value=0.8, held_out=0.7)
         assert fit.gap == pytest.approx(0.1)
         assert replace(fit, value=0.7, held_out=0.8).gap == pytest.approx(-0.1)
@@ -36,15 +36,15 @@ class TestGap:
         fold_of = np.random.default_rng(0).permutation(83) % 5
         total = 0.0
         for fold in range(5):
-            rest, held = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
-            policy = ew.fit_policy(probs[:, rest], costs=costs, budget=2.2, strategy="geometric", score=score)
-            taken = policy.exits(probs[:, held]).tolist()
-            total += len(held) * evaluate_one_by_one(probs[:, held], labels[held].tolist(), taken, costs)[key]
+            outside, inside = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
+            policy = ew.fit_policy(probs[:, outside], costs=costs, budget=2.2, strategy="geometric", score=score)
+            taken = policy.exits(probs[:, inside]).tolist()
+            total += len(inside) * evaluate_one_by_one(probs[:, inside], labels[inside].tolist(), taken, costs)[key]
         policy = ew.fit_policy(probs, labels, costs, budget=2.2, strategy="geometric", score=score, objective=objective)
-        own = evaluate_one_by_one(probs, labels.tolist(), policy.exits(probs).tolist(), costs)[key]
+        value = evaluate_one_by_one(probs, labels.tolist(), policy.exits(probs).tolist(), costs)[key]
         assert policy.fit is not None
-        assert (policy.fit.value, policy.fit.held_out) == pytest.approx((own, total / 83), rel=1e-6)
-        assert policy.fit.gap == pytest.approx(sign * (own - total / 83), abs=1e-6)
+        assert (policy.fit.value, policy.fit.held_out) == pytest.approx((value, total / 83), rel=1e-6)
+        assert policy.fit.gap == pytest.approx(sign * (value - total / 83), abs=1e-6)
 
     def test_too_few_samples_have_none(self) -> None:
         probs = random_probs(0, 3, 5, 4)
@@ -55,25 +55,25 @@ class TestGap:
         assert ew.fit_policy(random_probs(0, 3, 6, 4), None, [1, 2, 3], budget=2).fit.gap is not None  # type: ignore[union-attr]
 
     @pytest.mark.slow
-    def test_tells_of_what_is_too_good_to_be_true(self) -> None:
-        """Small samples of exits that guess: on any others one answer in four is right, whatever the thresholds.
+    def test_a_large_gap_shows_overfitting(self) -> None:
+        """Small sets of samples and exits that guess: on others one prediction in four is correct, at any thresholds.
 
-        What the best of several got on samples held out is itself a little too good, as they chose it.
+        The out-of-fold value of the best candidate is slightly optimistic, because it selects the candidate.
         """
         fits: dict[str, list[PolicyFit]] = {"geometric": [], "optimized": []}
         for seed in range(40):
             probs = random_probs(seed, 3, 50, 4)
             labels = np.random.default_rng(seed + 500).integers(0, 4, 50)
-            for strategy, found in fits.items():
+            for strategy, fits_of_strategy in fits.items():
                 fit = ew.fit_policy(probs, labels, [1, 2, 6], budget=3, strategy=strategy).fit
                 assert fit is not None
-                found.append(fit)
+                fits_of_strategy.append(fit)
         names = ("value", "held_out", "gap")
         value, held_out, gap = (fmean(getattr(fit, name) for fit in fits["optimized"]) for name in names)
         assert 0.25 < held_out < value - 0.01
         assert gap == pytest.approx(value - held_out)
         error = (0.25 * 0.75 / 50 / 40) ** 0.5
-        for name in ("value", "held_out"):  # a family that follows no labels has nothing to lose
+        for name in ("value", "held_out"):  # the geometric family uses no labels, so it cannot overfit
             assert fmean(getattr(fit, name) for fit in fits["geometric"]) == pytest.approx(0.25, abs=3 * error)
 
 
@@ -89,7 +89,9 @@ class TestManyBudgets:
         labels = np.random.default_rng(0).integers(0, 4, 40)
         options: dict[str, Any] = {"score": score, "objective": objective}
         together = ew.fit_policies(preds, labels, COSTS[:4], budgets=self.BUDGETS, **options)
-        assert together == [ew.fit_policy(preds, labels, COSTS[:4], budget=each, **options) for each in self.BUDGETS]
+        assert together == [
+            ew.fit_policy(preds, labels, COSTS[:4], budget=budget, **options) for budget in self.BUDGETS
+        ]
         assert together[::-1] == ew.fit_policies(preds, labels, COSTS[:4], budgets=self.BUDGETS[::-1], **options)
         assert [policy.budget for policy in together] == list(self.BUDGETS)
         for policy in together:
