@@ -727,10 +727,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_path: Path, exitwise: Command) -> None:
     run = tmp_path / "run"
-    options = ("--data", "digits", "--freeze-backbone", "--distill", 0.5, "--epochs", 4, "--lr", 0.02, "--seed", 3)
-    done = exitwise("train", *options, "--weights", checkpoint, "--out", run)
+    options = ("--data", "digits", "--distill", 0.5, "--epochs", 4, "--lr", 0.02, "--seed", 3)
+    done = exitwise("train-heads", *options, "--weights", checkpoint, "--out", run)
     assert done.status == 0, done.err
-    assert "Trained for 4 epochs; kept is each head as it was in its best" in done.out
+    assert "Trained for 4 epochs; the run keeps each head from its best epoch" in done.out
     assert done.err.count("top-1 % by exit") == 4
     names = ["history.csv", "history.png", "net.safetensors", "run.json", "split.safetensors"]
     assert sorted(path.name for path in run.iterdir()) == names
@@ -773,11 +773,11 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
     for again in (("train", run, "--resume"), ("train", run, "--resume", "--freeze-backbone")):
         refused = exitwise(*again)
         assert (refused.status, refused.err.count("\n")) == (2, 1)
-        assert "again with --force" in refused.err
-    refused = exitwise("train", *options, "--weights", checkpoint, "--out", run)
+        assert "repeat it with --force" in refused.err
+    refused = exitwise("train-heads", *options, "--weights", checkpoint, "--out", run)
     assert "already holds a run" in refused.err
     assert contents(run) == kept
-    done = exitwise("train", *options, "--weights", checkpoint, "--out", run, "--force", "--json")
+    done = exitwise("train-heads", *options, "--weights", checkpoint, "--out", run, "--force", "--json")
     assert done.json["kept"] == list(history.kept)
     again = load_file(run / "net.safetensors")
     assert changed(after, again) == set()
@@ -786,11 +786,14 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
 def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heads_net.py").write_text(OWN)
-    options = ("train", "--data", "digits", "--net", "heads_net:net", "--freeze-backbone", "--epochs", 2)
+    options = ("train-heads", "--data", "digits", "--net", "heads_net:net", "--epochs", 2)
     assert exitwise(*options, "--out", "one").status == 0
     assert exitwise(*options, "--out", "two", "--last", "--weights", "one/net.safetensors").status == 0
     one, two = (load_file(f"{name}/net.safetensors") for name in ("one", "two"))
     assert changed(one, two) == {"heads.0", "heads.1", "heads.2"}
+    former = exitwise("train", "--freeze-backbone", *options[1:], "--out", "three")
+    assert former.err.endswith("exitwise: `train --freeze-backbone` is now `exitwise train-heads`\n")
+    assert changed(one, load_file("three/net.safetensors")) == set()
     assert exitwise("collect", "two", "--net", "heads_net:net").status == 0
     assert exitwise("evaluate", "two", "--budget", "80%").status == 0
 
@@ -798,23 +801,23 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--freeze-backbone"], "needs a trained tiny-8: give its weights by --weights"),
-        (["--freeze-backbone", "--weights", "nowhere.pth"], "nowhere.pth does not exist"),
-        (["--freeze-backbone", "--model", "tiny8"], "did you mean 'tiny-8'"),
-        (["--freeze-backbone", "--net", "heads_net:net", "--distill", "2"], "`distill` must be a number from 0 to 1"),
-        (["--freeze-backbone", "--net", "heads_net:net", "--epochs", "0"], "`epochs` must be a whole number"),
-        (["--freeze-backbone", "--net", "heads_net:net", "--seed", "-1"], "`seed` must be"),
+        (["train-heads"], "needs a trained tiny-8: give its weights with --weights"),
+        (["train-heads", "--weights", "nowhere.pth"], "nowhere.pth does not exist"),
+        (["train-heads", "--model", "tiny8"], "did you mean 'tiny-8'"),
+        (["train-heads", "--net", "heads_net:net", "--distill", "2"], "`distill` must be a number from 0 to 1"),
+        (["train-heads", "--net", "heads_net:net", "--epochs", "0"], "`epochs` must be a whole number"),
+        (["train-heads", "--net", "heads_net:net", "--seed", "-1"], "`seed` must be"),
         (
-            ["--freeze-backbone", "--net", "heads_net:net", "--last", "--distill", "1"],
+            ["train-heads", "--net", "heads_net:net", "--last", "--distill", "1"],
             "its head cannot be trained as well",
         ),
-        (["--freeze-backbone", "--net", "heads_net:net", "--lr", "1e38"], "the loss of exit 1 became"),
-        (["--freeze-backbone", "--recipe", "digits"], "--recipe does not go with --freeze-backbone"),
-        (["--freeze-backbone", "--precision", "bf16-mixed"], "--precision does not go with --freeze-backbone"),
-        (["--freeze-backbone", "--compile"], "--compile does not go with --freeze-backbone"),
-        (["--distill", "0.5"], "--distill is for --freeze-backbone"),
-        (["--weights", "x.pth"], "--weights is for --freeze-backbone"),
-        (["--last"], "--last is for --freeze-backbone"),
+        (["train-heads", "--net", "heads_net:net", "--lr", "1e38"], "the loss of exit 1 became"),
+        (["train", "--freeze-backbone", "--recipe", "digits"], "--recipe is not an option of train-heads"),
+        (["train-heads", "--precision", "bf16-mixed"], "No such option: --precision"),
+        (["train", "--freeze-backbone", "--compile"], "--compile is not an option of train-heads"),
+        (["train", "--distill", "0.5"], "--distill is an option of `exitwise train-heads`"),
+        (["train", "--weights", "x.pth"], "--weights is an option of `exitwise train-heads`"),
+        (["train", "--last"], "--last is an option of `exitwise train-heads`"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
@@ -822,7 +825,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heads_net.py").write_text(OWN)
-    done = exitwise("train", "--data", "digits", "--out", "run", *options)
+    done = exitwise(*options, "--data", "digits", "--out", "run")
     assert (done.status, done.err.count("\n")) == (2, 1), done.err
     assert message in done.err
     assert {path.name for path in tmp_path.iterdir()} <= {"heads_net.py", "__pycache__"}

@@ -253,11 +253,11 @@ def test_history_is_saved_and_drawn(run: Path, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from exitwise.cli.app import main
-remaining, run = int(sys.argv.pop(1)), sys.argv.pop(1)
+remaining, folder = int(sys.argv.pop(1)), sys.argv.pop(1)
 
 def count(event, arguments):
     global remaining
-    if event in ("open", "os.chmod", "os.rename", "os.remove", "os.mkdir") and run in str(arguments[0]):
+    if event in ("open", "os.chmod", "os.rename", "os.remove", "os.mkdir") and folder in str(arguments[0]):
         remaining -= 1
         if remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -273,8 +273,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp
     directory, moments = tmp_path / "run", random.Random(seed)
     arguments: list[object] = [*DIGITS, "--out", directory, "--checkpoint-minutes", 0]
     for _ in range(3 if SEED else 1):
-        touches = moments.randrange(20, 120)  # of about 370 in all
-        command = [sys.executable, "-c", KILLED, str(touches), directory.name, *map(str, arguments)]
+        touches = moments.randrange(20, 120)  # of about 450; the run exists after 16
+        command = [sys.executable, "-c", KILLED, str(touches), str(tmp_path), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
         assert done.returncode == -signal.SIGKILL, f"killed at touch {touches}: {done.stderr}"
         arguments = ["train", directory, "--resume", "--checkpoint-minutes", 0]
@@ -297,7 +297,7 @@ def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(
         _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
     assert err.splitlines()[-1].startswith("exitwise: stopped after 0 epochs and ")
-    assert err.splitlines()[-1].endswith(f"`exitwise train {directory} --resume` goes on")
+    assert err.splitlines()[-1].endswith(f"`exitwise train {directory} --resume` resumes it")
     assert exitwise("train", directory, "--resume").status == 0
     assert_same_training(directory, whole)
 
@@ -466,12 +466,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path, whole: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "tiny-16"], "is trained with --model tiny-8, and cannot go on with tiny-16"),
-        (["--data", "cifar10"], "is trained on digits, and cannot go on with cifar10"),
-        (["--epochs", "9"], "is trained with --epochs 3, and cannot go on with 9"),
-        (["--seed", "1"], "is trained with --seed 0, and cannot go on with 1"),
-        (["--precision", "bf16-mixed"], "is trained with --precision 32-true, and cannot go on with bf16-mixed"),
-        (["--recipe", "cifar100"], "is trained by another recipe than 'cifar100'"),
+        (["--model", "tiny-16"], "is trained with --model tiny-8, and cannot be resumed with tiny-16"),
+        (["--data", "cifar10"], "is trained on digits, and cannot be resumed with cifar10"),
+        (["--epochs", "9"], "is trained with --epochs 3, and cannot be resumed with 9"),
+        (["--seed", "1"], "is trained with --seed 0, and cannot be resumed with 1"),
+        (["--precision", "bf16-mixed"], "is trained with --precision 32-true, and cannot be resumed with bf16-mixed"),
+        (["--recipe", "cifar100"], "is trained with another recipe than 'cifar100'"),
         (["--net", "some:thing"], "has the net 'tiny-8': --net is for other nets"),
     ],
 )
@@ -609,7 +609,7 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "say what to train on by --data"),
+        ([], "name the dataset to train on with --data"),
         (["--data", "digit"], "did you mean 'digits'"),
         (["--data", "cifar100"], "cifar100 must be read from a folder: pass --root DIR"),
         (["--data", "cifar100", "--root", "nowhere"], "nowhere does not exist; put cifar-100-binary.tar.gz there"),
@@ -623,13 +623,16 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--seed", "-1"], "`seed` must be"),
         (["--data", "digits", "--val-size", "1797"], "must take some of 1797 train images"),
         (["--data", "digits", "--devices", "1000"], "of this machine, but is 1000"),
-        (["--data", "digits", "--devices", "0"], "`devices` must be a whole number of at least 1"),
+        (
+            ["--data", "digits", "--devices", "0"],
+            "'--devices': Input should be greater than or equal to 1, but got '0'",
+        ),
         (["--data", "digits", "--num-nodes", "2"], "set MASTER_ADDR, MASTER_PORT and NODE_RANK on each"),
         (["--data", "caltech256", "--root", "nothing"], "put 256_ObjectCategories.tar there, from https://data.calt"),
         (["--data", "digits", "--out", "one/a/0.png/x"], "one/a/0.png/x cannot be created"),
-        (["--data", "digits", "--accelerator", "tpu"], "`accelerator` must be one of auto, cpu, cuda, mps"),
-        (["--data", "digits", "--precision", "8"], "`precision` must be one of"),
-        (["--data", "digits", "--strategy", "fsdp"], "`strategy` must be one of auto, ddp"),
+        (["--data", "digits", "--accelerator", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda', 'mps'"),
+        (["--data", "digits", "--precision", "8"], "'8' is not one of '32-true'"),
+        (["--data", "digits", "--strategy", "fsdp"], "'fsdp' is not one of 'auto', 'ddp'"),
         (["--data", "digits", "--accumulate", "3"], "must be a multiple of 1 processes x 3 parts"),
         (["--data", "imagenet", "--root", ".", "--download"], "imagenet cannot be downloaded"),
         (["--data", "digits", "--recipe", "imagenet", "--batch-size", "64"], "resized crops needs image files"),
@@ -639,8 +642,8 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--net", "torch"], "must be like package.module:function"),
         (["--data", "folder:one"], "must hold at least two class folders, but holds 1"),
         (["--data", "folder:empty"], "empty/b is a class folder without images"),
-        (["--resume"], "--resume needs the run to go on with"),
-        (["somewhere", "--data", "digits"], "somewhere: --resume goes on with a run; a new one is named by --out"),
+        (["--resume"], "--resume needs the run to resume"),
+        (["somewhere", "--data", "digits"], "somewhere: --resume resumes a run; a new one is named with --out"),
         (["somewhere", "--resume"], "somewhere is not a run"),
     ],
 )
