@@ -122,7 +122,7 @@ class BudgetController:
             The policy for the next batch.
 
         Raises:
-            InputError: If `exits` are not valid exits, or `scores` are not as many finite numbers.
+            InputError: If `exits` are not valid exits, or `scores` are not n finite numbers.
         """
         taken = to_array("exits", exits)
         last = len(self.base_policy.thresholds) - 1
