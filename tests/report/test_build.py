@@ -225,7 +225,7 @@ class TestEveryBudget:
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
 
     def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: ReportedRun) -> None:
-        """An odd one, too; methods without a saved calibration are calibrated with its settings."""
+        """The report uses even an unusual one; methods without a saved calibration are calibrated with its settings."""
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
         shutil.rmtree(run / "calibrations")
         odd.save(run / "calibrations" / f"{odd.method.slug}.safetensors")
@@ -235,6 +235,12 @@ class TestEveryBudget:
         assert dict(report.data["provenance"])["temperatures"] == "3, 3, 3"
         assert report.data["tables"][0]["rows"][:-1] == small.data["tables"][0]["rows"][:-1]
         assert report.data["tables"][0]["rows"][-1] != small.data["tables"][0]["rows"][-1]
+
+    def test_the_default_method_is_that_of_the_chosen_classifier(self, run: Path, exitwise: Command) -> None:
+        for evaluated, expected in (("MIE T_opt", "MIE T_opt"), (VANILLA, OURS)):
+            done = exitwise("evaluate", run, "--budget", "70%", "--method", evaluated)
+            assert done.status == 0, done.err
+            assert build_report(Run(run), ReportOptions()).data["method"] == expected
 
     def test_vanilla_is_beside_a_method_and_not_one(self, run: Path) -> None:
         with pytest.raises(ew.InputError, match=r"`method` must not be 'MSDNet \(vanilla\)'"):
@@ -557,8 +563,8 @@ class TestOtherRuns:
         other = random_trace(n=200, widths=(5, 8), seed=40)
         place = new_run(tmp_path / "second", other)
         ew.calibrate(other, "MIE T_opt").save(place / "calibrations" / "mie-t_opt.safetensors")
-        alone = new_run(tmp_path / "alone", random_trace(n=200, widths=(6,), seed=50))
-        found = build_report(Run(run), ReportOptions(method="mie t_opt", against=[place, alone])).data
+        single_exit = new_run(tmp_path / "single", random_trace(n=200, widths=(6,), seed=50))
+        found = build_report(Run(run), ReportOptions(method="mie t_opt", against=[place, single_exit])).data
         second, single = found["other_runs"]
         assert (second["name"], second["unit"]) == ("second (second)", "MACs")
         assert [curve["name"] for curve in second["curves"]] == [VANILLA, found["method"]]
@@ -664,7 +670,12 @@ class TestPage:
         before = read(run / "report.html").data
         monkeypatch.chdir(empty)
         commands = dict(before["provenance"])["reproduce with"].splitlines()
-        assert [command.split()[1].removesuffix("-heads") for command in commands] == ["train", "collect", "calibrate", "report"]
+        assert [command.split()[1].removesuffix("-heads") for command in commands] == [
+            "train",
+            "collect",
+            "calibrate",
+            "report",
+        ]
         for command in commands:
             done = exitwise(*shlex.split(command)[1:])
             assert done.status == 0, done.err

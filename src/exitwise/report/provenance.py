@@ -47,11 +47,12 @@ def report_provenance(run: Run, trace: Trace, calibration: Calibration, command:
     """Describe everything that is needed to reproduce the report."""
     sizes = f"{len(trace.val):,} validation, {len(trace.test or ()):,} test"
     temperatures = ", ".join(f"{t:.4g}" for t in calibration.temperatures)
+    settings = {"draws" if key == "samples" else key: value for key, value in calibration.settings.items()}
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
     return [
         *net_provenance(run),
         ("samples", f"{trace.curvature[0].n:,} for the curvature, {sizes}"),
-        ("calibration", _join_settings({"mode": calibration.mode, **calibration.settings})),
+        ("calibration", _join_settings({"mode": calibration.mode, **settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),
         ("thresholds", "fitted with `auto` on the validation split for every budget; evaluated on the test split"),
