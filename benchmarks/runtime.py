@@ -152,7 +152,7 @@ def measure(name: str, small: bool) -> dict[str, Any]:
         f"{budget:.0%}": bench.match_exit_shares(base, preds, share)
         for budget, share in zip(BUDGETS, shares, strict=True)
     }
-    made = bench.bench_targets(net, calibration, SHAPE, bench.BACKENDS, threads)
+    made = bench.bench_targets(net, calibration, SHAPE, tuple(bench.BACKENDS), threads)
     sizes = (1, 8) if small else (1, 64, 256)
     found = bench.measure(made, policies, images, costs.values, sizes, repeats)
     half = policies["50%"]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 
 from exitwise.calibration.dropout import DropoutMasks
+from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
-from exitwise.calibration.methods import Ensemble, Method
+from exitwise.calibration.methods import Method
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
 from exitwise.core.checks import check_choice, check_integer
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "exitwise.calibration", 1
 
-_MIN_LOG_PROB = log(torch.finfo(torch.float32).tiny)
 _POSTERIOR_TENSORS = ("basis", "inverse", "offset", "root")
 
 
@@ -343,22 +342,17 @@ def _read_masks(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWe
 
 
 def ensemble_step(
-    kind: Ensemble | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
+    name: str | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
 ) -> Tensor:
     """Return the ensemble's log p_ens_k, from log p_k of exit k and `earlier`, log p_ens_(k-1); without one, log p_k.
 
-    For `mie`, the tensors may have any shape. For `poe`, classes must be the last dimension, because a product of
-    experts is normalized over them; probabilities below float32's smallest normal number are raised to it, because the
-    runtime stores probabilities instead of logarithms and has to give the same results.
+    The tensors may have any shape if the ensemble is elementwise; otherwise classes must be the last dimension.
     """
-    if kind is None or weights is None or earlier is None:
+    if name is None or weights is None or earlier is None:
         return log_probs
     earlier_weight, weight = sum(weights[:k]), weights[k]
     total = earlier_weight + weight
-    if kind == "poe":
-        earlier, log_probs = earlier.clamp(min=_MIN_LOG_PROB), log_probs.clamp(min=_MIN_LOG_PROB)
-        return (earlier * (earlier_weight / total) + log_probs * (weight / total)).log_softmax(dim=-1)
-    return torch.logaddexp(earlier + log(earlier_weight / total), log_probs + log(weight / total))
+    return ENSEMBLES[name].combine_log_probs(earlier, log_probs, earlier_weight / total, weight / total)
 
 
 def standard_normals(num_draws: int, classes: int, seed: int | torch.Generator) -> Tensor:

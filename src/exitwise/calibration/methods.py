@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
 from re import search, sub
-from typing import Literal
 
+from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.core.errors import InputError
 
 DEFAULT_DRAWS = 50  # Monte Carlo draws in the paper
@@ -17,11 +17,6 @@ DEFAULT_DROPOUT_RATE = 0.5  # the rate of a method whose name contains none
 
 VANILLA = "MSDNet (vanilla)"
 OURS = "MIE Laplace T_opt sigma_opt"
-
-# Model-internal ensembling (MIE) is a weighted mean of the exits' probabilities. A product of experts (PoE) is a
-# weighted mean of their logarithms, with the same weights.
-Ensemble = Literal["mie", "poe"]
-_ENSEMBLE_NAMES: Mapping[Ensemble, str] = {"mie": "MIE", "poe": "PoE"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class Method:
     """
 
     laplace: bool = True
-    ensemble: Ensemble | None = "mie"
+    ensemble: str | None = "mie"
     tune_temperature: bool = True
     tune_prior: bool = True
     dropout: float | None = None
@@ -58,16 +53,17 @@ class Method:
         for name in ("laplace", "tune_temperature", "tune_prior"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but got {getattr(self, name)!r}")
-        if self.ensemble not in (None, *_ENSEMBLE_NAMES):
-            raise InputError(f"`ensemble` must be None, 'mie' or 'poe', but got {self.ensemble!r}")
+        if self.ensemble not in (None, *ENSEMBLES):
+            known = " or ".join(map(repr, ENSEMBLES))
+            raise InputError(f"`ensemble` must be None, {known}, but got {self.ensemble!r}")
         if self.tune_prior and not self.laplace:
             raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
         if self.dropout is None:
             return
         if not isinstance(self.dropout, float) or not 0 < self.dropout < 1:
             raise InputError(f"`dropout` must be None or a rate between 0 and 1, but got {self.dropout!r}")
-        if self.laplace or self.ensemble == "poe":
-            conflict = "`laplace`" if self.laplace else "`ensemble` 'poe'"
+        if self.laplace or not self._is_elementwise:
+            conflict = "`laplace`" if self.laplace else f"`ensemble` {self.ensemble!r}"
             raise InputError(f"`dropout` cannot be combined with {conflict}: choose one of them")
 
     @property
@@ -80,7 +76,7 @@ class Method:
             "T_opt": self.tune_temperature,
             "sigma_opt": self.tune_prior,
         }
-        ensemble = [_ENSEMBLE_NAMES[self.ensemble]] if self.ensemble else []
+        ensemble = [ENSEMBLES[self.ensemble].label] if self.ensemble else []
         return " ".join([*ensemble, *(part for part, enabled in parts.items() if enabled)]) or VANILLA
 
     @property
@@ -91,14 +87,19 @@ class Method:
     @property
     def has_variance(self) -> bool:
         """Whether predictions have a variance over draws; a product of experts has none, it multiplies means."""
-        return (self.laplace or self.dropout is not None) and self.ensemble != "poe"
+        return (self.laplace or self.dropout is not None) and self._is_elementwise
+
+    @property
+    def _is_elementwise(self) -> bool:
+        """Whether the ensemble combines each class by itself; without an ensemble there is nothing to combine."""
+        return self.ensemble is None or ENSEMBLES[self.ensemble].is_elementwise
 
 
 def _make_slug(name: str) -> str:
     return sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
-def _iter_methods(*ensembles: Ensemble | None) -> Iterator[Method]:
+def _iter_methods(*ensembles: str | None) -> Iterator[Method]:
     """Iterate over all combinations of Laplace and tuning, without dropout, in the order of the paper's table."""
     for ensemble, laplace in product(ensembles, (False, True)):
         for tune_prior, tune_temperature in product((False, True) if laplace else (False,), (False, True)):
@@ -111,6 +112,7 @@ def _by_name(methods: Iterator[Method]) -> dict[str, Method]:
 
 METHODS: Mapping[str, Method] = _by_name(_iter_methods(None, "mie"))
 POE_METHODS: Mapping[str, Method] = _by_name(_iter_methods("poe"))  # not in the paper
+_OTHER_METHODS = _by_name(_iter_methods(*(name for name in ENSEMBLES if name != "mie")))
 DROPOUT_METHODS: Mapping[str, Method] = _by_name(  # the paper reports only their cost
     replace(method, dropout=DEFAULT_DROPOUT_RATE) for method in METHODS.values() if not method.laplace
 )
@@ -118,7 +120,7 @@ DROPOUT_METHODS: Mapping[str, Method] = _by_name(  # the paper reports only thei
 
 def get_method(name: str) -> Method:
     """Return a method by its name or slug, in upper or lower case; "MC dropout" may be followed by a rate."""
-    methods = {**METHODS, **POE_METHODS, **DROPOUT_METHODS}
+    methods = {**METHODS, **_OTHER_METHODS, **DROPOUT_METHODS}
     by_slug = {method.slug: method for method in methods.values()}
     rate = search(r"(?i)(?<=dropout) +(\d*\.?\d+(e-\d+)?)", name)
     slug = _make_slug(name.replace(rate[0], "") if rate else name)

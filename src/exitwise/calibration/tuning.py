@@ -8,7 +8,7 @@ all of them; these are not cached.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from exitwise.calibration.calibration import (
     standard_normals,
 )
 from exitwise.calibration.dropout import DropoutMasks
+from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import (
     chunk_slices,
@@ -32,7 +33,7 @@ from exitwise.calibration.mc_softmax import (
     log_true_softmax,
     sample_logits,
 )
-from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Ensemble, Method, get_method
+from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Method, get_method
 from exitwise.calibration.trace import HeadWeights, Trace
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
@@ -163,7 +164,9 @@ class Tuner:
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         weights = self.trace.costs.values if method.ensemble else None
         objectives = [self._get_objective(k, method) for k in range(self.trace.num_exits)]
-        tuning = (_PoeSequentialTuning if method.ensemble == "poe" else _SequentialTuning)(objectives, weights)
+        elementwise = method.ensemble is None or ENSEMBLES[method.ensemble].is_elementwise
+        tuning_class = _SequentialTuning if elementwise else _AllClassesTuning
+        tuning = tuning_class(objectives, method.ensemble, weights)
         grids = []
         for k in range(self.trace.num_exits):
             nlpd = tuning.nlpd(temperatures, prior_vars)
@@ -305,13 +308,12 @@ def _log_true_of_chunks(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor,
 class _SequentialTuning:
     """Points (T, var0) chosen exit by exit, and the NLPD at each: that of the exit, or of the ensemble up to it."""
 
-    kind: ClassVar[Ensemble] = "mie"
-
-    def __init__(self, exits: Sequence[ExitObjective], weights: Sequence[float] | None) -> None:
-        self._exits, self._weights = exits, weights
+    def __init__(self, exits: Sequence[ExitObjective], ensemble: str | None, weights: Sequence[float] | None) -> None:
+        self._exits, self._ensemble, self._weights = exits, ensemble, weights
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
-        # Of the ensemble of the exits chosen so far: log p(true label) (n,), or of all classes (n, c) with PoE.
+        # Of the ensemble of the exits chosen so far: log p(true label) (n,), or of all classes (n, c)
+        # if the ensemble is not elementwise.
         self._ensemble_log_probs: Tensor | None = None
 
     @property
@@ -337,25 +339,23 @@ class _SequentialTuning:
 
     def prefix(self, k: int) -> "_SequentialTuning":
         """Return a copy in which only the first k exits are chosen."""
-        copy = type(self)(self._exits, self._weights)
+        copy = type(self)(self._exits, self._ensemble, self._weights)
         for point, value in zip(self.points[:k], self.values[:k], strict=True):
             copy.choose(point, value)
         return copy
 
     def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
-        """Return log p of the next exit without the ensemble: true label only (n,), or all classes (n, c) with PoE."""
+        """Return log p of the next exit without the ensemble: true label (n,), or all classes (n, c)."""
         return self.exit.log_true((temperature,), (prior_var,))[0, 0]
 
     def _add_exit(self, log_probs: Tensor, part: slice = slice(None)) -> Tensor:
         """Return log p of the ensemble with the next exit, from that exit's log p for the samples in `part`."""
         earlier = None if self._ensemble_log_probs is None else self._ensemble_log_probs[part]
-        return ensemble_step(self.kind, len(self.points), log_probs, earlier, self._weights)
+        return ensemble_step(self._ensemble, len(self.points), log_probs, earlier, self._weights)
 
 
-class _PoeSequentialTuning(_SequentialTuning):
-    """Sequential tuning of a product of experts, which needs all classes (n, c) for its normalization."""
-
-    kind = "poe"
+class _AllClassesTuning(_SequentialTuning):
+    """Sequential tuning of an ensemble that is not elementwise, such as PoE: it needs all classes (n, c)."""
 
     def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
         total = np.zeros((len(temperatures), len(prior_vars)))

@@ -57,7 +57,7 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
     if not size.isdecimal() or not int(size):
         raise InputError(f"`--costs-of` must be like optimized:64, but got {options.costs_of!r}")
     notes = []
-    backends = options.backends or bench.BACKENDS
+    backends = options.backends or tuple(bench.BACKENDS)
     if "onnx" in backends and not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
         if options.backends:
             raise InputError("the backend onnx needs more packages: pip install 'exitwise[onnx]'")

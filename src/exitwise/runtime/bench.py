@@ -29,7 +29,6 @@ from exitwise.policies.scores import exit_scores
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
 
-BACKENDS = ("torch", "optimized", "onnx")
 BATCH_SIZES = (1, 16, 64, 256)
 BUDGETS = (0.25, 0.5, 0.75)  # shares of the full net's MACs
 VANILLA, FULL = "vanilla", "full"  # without early exits: the last exit only; every calibrated exit
@@ -108,15 +107,8 @@ def bench_targets(
     for name in names:
         if name not in BACKENDS:
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
-    targets = {}
-    for name in names:
-        classifier = Classifier(net, calibration, no_early_exit_policy(range(1, len(net.stages) + 1)))
-        if name == "onnx":
-            targets[name] = _make_onnx_target(classifier, shape, threads)
-        else:
-            classifier = classifier.optimize() if name == "optimized" else classifier
-            targets[name] = _make_torch_target(classifier)
-    return targets
+    policy = no_early_exit_policy(range(1, len(net.stages) + 1))
+    return {name: BACKENDS[name](Classifier(net, calibration, policy), shape, threads) for name in names}
 
 
 def no_early_exit_policy(costs: Sequence[float]) -> Policy:
@@ -137,7 +129,7 @@ def exit_shares(policy: Policy, preds: Predictions) -> list[float]:
     return shares
 
 
-def _make_torch_target(classifier: Classifier) -> BenchTarget:
+def _make_torch_target(classifier: Classifier, shape: tuple[int, ...], threads: int) -> BenchTarget:
     def vanilla(images: Tensor) -> Array:
         net = classifier.net
         with torch.inference_mode():
@@ -164,6 +156,18 @@ def _make_onnx_target(classifier: Classifier, shape: tuple[int, ...], threads: i
     return BenchTarget(
         lambda: OnnxBackend(session), lambda images: vanilla.run(None, {"image": images}), lambda images: images.numpy()
     )
+
+
+def _make_optimized_target(classifier: Classifier, shape: tuple[int, ...], threads: int) -> BenchTarget:
+    return _make_torch_target(classifier.optimize(), shape, threads)
+
+
+# Makes the target of each backend from a classifier, the shape of one image, and the number of threads.
+BACKENDS: Mapping[str, Callable[[Classifier, tuple[int, ...], int], BenchTarget]] = {
+    "torch": _make_torch_target,
+    "optimized": _make_optimized_target,
+    "onnx": _make_onnx_target,
+}
 
 
 def match_exit_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:

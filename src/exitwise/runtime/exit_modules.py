@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.calibration.calibration import CalibratedExit, Calibration
+from exitwise.calibration.ensembles import ENSEMBLES
 
 
 class ExitOutput(NamedTuple):
@@ -32,18 +33,20 @@ class RuntimeExit(nn.Module):
     root: Tensor
     factors: Tensor
 
-    def __init__(self, exit: CalibratedExit, ensemble_weight: float | None, variance: bool, product: bool) -> None:
+    def __init__(
+        self, exit: CalibratedExit, ensemble_weight: float | None, variance: bool, ensemble: str | None
+    ) -> None:
         """Precompute the constants of an exit.
 
         Args:
             exit: The calibrated exit.
             ensemble_weight: Weight of this exit relative to all exits up to it; None without an ensemble.
             variance: Whether to compute the variance over draws.
-            product: Whether the ensemble is a product of experts, which has no variance.
+            ensemble: Name of the ensemble in `ENSEMBLES`; None without one.
         """
         super().__init__()
         self.ensemble_weight = ensemble_weight
-        self.product = product
+        self.ensemble = None if ensemble is None else ENSEMBLES[ensemble]
         self.branchless = False  # set for export: a graph cannot branch on values
         self.variance = variance
         self.classes = len(exit.head.weight)
@@ -87,8 +90,9 @@ class RuntimeExit(nn.Module):
 
     def _mean_probs(self, features: Tensor) -> Tensor:
         """Return the probabilities (n, c) of this exit, averaged over draws."""
-        # The fast path below rounds off tiny probabilities, on which a product of experts depends.
-        if self.branchless or self.product or self.mode == "dropout":
+        # The fast path below rounds off tiny probabilities, on which an ensemble such as PoE depends.
+        is_elementwise = self.ensemble is None or self.ensemble.is_elementwise
+        if self.branchless or not is_elementwise or self.mode == "dropout":
             return self._draw_probs(features).mean(dim=1)
         drawn_logits, logits = self._draw_logits(features)
         # In place, and with the maximum of the mean logits for every draw: a third less time, unless float32 overflows.
@@ -106,12 +110,9 @@ class RuntimeExit(nn.Module):
 
     def _ensemble(self, exit_probs: Tensor, ensemble_state: Tensor | None) -> Tensor:
         """Combine the probabilities of this exit with the ensemble state of the previous exit."""
-        if self.ensemble_weight is None or ensemble_state is None:
+        if self.ensemble is None or self.ensemble_weight is None or ensemble_state is None:
             return exit_probs
-        weight = self.ensemble_weight
-        if self.product:
-            return (_finite_log(ensemble_state) * (1 - weight) + _finite_log(exit_probs) * weight).softmax(dim=1)
-        return ensemble_state * (1 - weight) + exit_probs * weight
+        return self.ensemble.combine_probs(ensemble_state, exit_probs, self.ensemble_weight)
 
     def _draw_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (n, S, c) of every draw and the mean logits (n, c), divided by the temperature."""
@@ -133,11 +134,6 @@ def _get_draw_mode(exit: CalibratedExit) -> str | None:
     return None if exit.posterior is None else exit.posterior.mode
 
 
-def _finite_log(probs: Tensor) -> Tensor:
-    """Return log p, with p at least the smallest normal float32 number."""
-    return probs.clamp(min=torch.finfo(torch.float32).tiny).log()
-
-
 def _predicted_class_variance(drawn: Tensor, probs: Tensor) -> Tensor:
     """Variance (n,) over draws (n, S, c) of the probability of the class predicted by `probs` (n, c)."""
     predicted = probs.argmax(dim=1)[:, None, None].expand(-1, drawn.shape[1], 1)
@@ -147,9 +143,8 @@ def _predicted_class_variance(drawn: Tensor, probs: Tensor) -> Tensor:
 
 def runtime_exits(calibration: Calibration, variance: bool) -> list[RuntimeExit]:
     """Return the exits of a calibration as modules; with `variance` they also compute the variance over draws."""
-    product = calibration.method.ensemble == "poe"
     return [
-        RuntimeExit(exit, _relative_weight(calibration.weights, k), variance, product)
+        RuntimeExit(exit, _relative_weight(calibration.weights, k), variance, calibration.method.ensemble)
         for k, exit in enumerate(calibration.exits)
     ]
 
