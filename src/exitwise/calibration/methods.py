@@ -86,12 +86,12 @@ class Method:
 
     @property
     def has_variance(self) -> bool:
-        """Whether predictions have a variance over draws; a product of experts has none, it multiplies means."""
+        """True if predictions have a variance over draws; a product of experts has none, it multiplies means."""
         return (self.laplace or self.dropout is not None) and self._is_elementwise
 
     @property
     def _is_elementwise(self) -> bool:
-        """Whether the ensemble combines each class by itself; without an ensemble there is nothing to combine."""
+        """True if the ensemble combines each class separately, or if there is no ensemble."""
         return self.ensemble is None or ENSEMBLES[self.ensemble].is_elementwise
 
 

@@ -1,4 +1,4 @@
-"""What people see while a net runs over pictures: bars, and a line per epoch of training."""
+"""Progress in the terminal: bars while a net runs over images, and one line per epoch of training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from exitwise.training.loop import TrainingCallback
 
 
 class TrainingProgress(TrainingCallback):
-    """On stderr: where nobody watches, the lines alone."""
+    """Training progress on stderr; without a terminal only one line per epoch."""
 
     def __init__(self) -> None:
         console = tables.console(stderr=True)
@@ -78,7 +78,7 @@ class TrainingProgress(TrainingCallback):
 
 @contextmanager
 def progress_bars(of: str = "images") -> Iterator[CollectProgress]:
-    """A progress bar per split, on stderr."""
+    """Show a progress bar per split on stderr."""
     columns = (
         TextColumn("{task.description:>5}"),
         BarColumn(),
@@ -100,7 +100,7 @@ def progress_bars(of: str = "images") -> Iterator[CollectProgress]:
 
 @contextmanager
 def spinner(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something runs, where someone watches; what is given changes its message."""
+    """Show a spinner on stderr, if it is a terminal; the function that is yielded changes its message."""
     console = tables.console(stderr=True)
     if not console.is_terminal:
         yield lambda message: None

@@ -1,4 +1,4 @@
-"""What the command prints for people: tables and sentences, from the library's results."""
+"""Tables and sentences that the command prints, made from the library's results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -30,18 +30,19 @@ _DIGITS = {"top1": (100, 2, True), "top5": (100, 2, True), "nlpd": (1, 3, False)
 
 
 def console(stderr: bool = False) -> Console:
-    """As wide as the terminal; as wide as our tables where there is none."""
+    """Return a console as wide as the terminal, or as wide as the tables if there is no terminal."""
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
 def format_metric(name: str, value: float) -> str:
+    """Format a metric with its number of digits; accuracies become percentages."""
     factor, digits, _ = _DIGITS[name]
     return f"{value * factor:.{digits}f}"
 
 
 def format_change(name: str, value: float) -> Text:
-    """A signed difference, green where it is an improvement and red where it is a loss."""
+    """Return a signed difference: green for an improvement, red for a loss."""
     factor, digits, more_is_better = _DIGITS[name]
     text = _no_zero(f"{value * factor:+.{digits}f}") if digits == 3 else f"{value * factor:+.{digits}f}"
     if float(text) == 0:
@@ -72,7 +73,7 @@ def _table(title: str, caption: str | None = None, gap: int = 1) -> RichTable:
 def ablation(
     table: Table, title: str, published: Mapping[str, Mapping[str, float]] | None, width: int = _WIDE
 ) -> RichTable:
-    """Means over the budget range with the change against the first row, and the paper's change where it has one."""
+    """Return a table of means over the budget range, with the change from the first row and the paper's change."""
     low, high = (format_cost(value, table.unit) for value in table.budget_range)
     budgets = f"mean over budgets from {low} to {high}" if table.budget_range[0] else f"one exit, at {high}"
     caption = f"\nTest set, {budgets}; ± is the change against the first row."
@@ -102,7 +103,7 @@ def ablation(
 
 
 def summary(table: Table) -> str:
-    """What happened to NLPD and ECE, in two sentences."""
+    """Summarize the change of NLPD, ECE and accuracy in two sentences."""
     before, after = table[VANILLA], table[OURS]
     return (
         f"Calibrated ({OURS}), the negative log-likelihood {_moved(before, after, 'nlpd')}, and the expected "
@@ -123,7 +124,7 @@ def _gap(ece: float) -> str:
 
 
 def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
-    """What was chosen at every exit and what it did to the validation NLPD."""
+    """Return a table of the tuned values of every exit and the validation NLPD before and after."""
     note = "\nTuned on the validation split; NLPD of the ensemble where there is one."
     if made.method.ensemble and len(made.exits) > 1 and made.val_nlpd[-1] > vanilla.val_nlpd[-1]:
         note += " The earlier exits spoil the last one: a method without ensembling, such as T_opt, may do better."
@@ -139,13 +140,13 @@ def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
 
 
 def _bounded(value: float, bounds: tuple[float, float]) -> str:
-    """A tuned value, marked where the continuous search came to the end of its range and might have gone on."""
+    """Format a tuned value and mark it if the continuous search stopped at a bound of its range."""
     at_bound = value < bounds[0] * 1.05 or value > bounds[1] / 1.05
     return f"{value:.3g}{' (at its bound)' if at_bound else ''}"
 
 
 def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
-    """Methods side by side at one budget."""
+    """Return a table that compares methods at one budget."""
     title = f"\nBudget {format_cost(budget, unit)} per sample"
     table = _table(title, "\nThresholds fitted on the validation split, everything else measured on the test split.")
     table.add_column("")
@@ -170,7 +171,7 @@ def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, un
 
 
 def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
-    """Where samples leave, and what each exit gets if all leave there; the plain net's last is the whole net's own."""
+    """Return a table of exits: threshold, share of samples, and metrics if all samples exit there; also vanilla's."""
     table = _table(
         f"\nExits ({policy.score} at least the threshold leaves)",
         "\nTop-1, NLPD and ECE if all samples left there, calibrated; plain: top-1 of the net as it is.",
@@ -197,7 +198,7 @@ def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence
 
 
 def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
-    """Cumulative cost at every exit, and what each method adds to vanilla."""
+    """Return a table of cumulative costs at every exit and of the overhead of each method over vanilla."""
     caption = (
         "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and what is added to vanilla.\n"
         f"Each method pays at every exit on the way. {samples} draws or dropout masks."
@@ -225,7 +226,7 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
 
 
 def _pays(found: Bench) -> str:
-    """What stopping early comes to at best, for each size of batch."""
+    """Describe the best speed-up of early exits for each batch size."""
     best: dict[int, float] = {}
     for row in found.timings:
         if row.variant not in (VANILLA_NET, FULL_NET):
@@ -236,7 +237,7 @@ def _pays(found: Bench) -> str:
 
 
 def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
-    """Times of every contender, what it comes to, then the stage costs that budgets in milliseconds use."""
+    """Yield two tables: times and speed-ups of all variants, and the stage costs that budgets in ms use."""
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     table = _table(
         f"\nMilliseconds per image, {threads}, medians of {found.repeats} interleaved rounds",
@@ -278,7 +279,7 @@ def _quicker(speedup: float) -> str:
 
 
 def describe_fit(policy: Policy) -> str:
-    """How a policy came about and what is guaranteed of it, in sentences."""
+    """Describe the fit of a policy and its guarantee."""
     said = []
     if policy.fit is not None:
         fit = policy.fit
@@ -302,7 +303,7 @@ _STRATEGY_NAMES = {PUBLIC: "public rule", "label_free": "label-free"}
 
 
 def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str]:
-    """A table for each method and score, a block of rows for each budget."""
+    """Yield one table per method and score, with a block of rows for each budget."""
     narrow = width < 97
     for method, score in dict.fromkeys((row.method, row.score) for row in table):
         made = _table(f"\n{method}, by {score}", gap=0 if narrow else 1)

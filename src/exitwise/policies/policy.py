@@ -56,7 +56,7 @@ class PolicyFit(Result):
 
     @property
     def used_labels(self) -> bool:
-        """Whether the values were computed with labels: the field `labelled`."""
+        """True if the values were computed with labels: the field `labelled`."""
         return self.labelled
 
     @property

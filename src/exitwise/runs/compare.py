@@ -1,4 +1,4 @@
-"""Every strategy beside the paper's public rule, on test data that nothing was fitted on."""
+"""Comparison of all strategies with the paper's sweep, on test data that nothing was fitted on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,14 +80,14 @@ class PolicyTable(Result):
 
 
 def evenly_spaced_budgets(costs: Costs, number: int) -> list[float]:
-    """Spread over the whole range, its ends left out: there every strategy is the same."""
+    """Return budgets spread over the range of costs, without its ends, where all strategies are equal."""
     low, high = costs.values[0], costs.values[-1]
     return [float(value) for value in np.linspace(low, high, number + 2)[1:-1]] if high > low else [high]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be compared."""
+    """Settings of a comparison: budgets, methods, scores, objective, certificate and bootstrap."""
 
     budgets: tuple[float, ...]
     methods: tuple[Method, ...]
@@ -164,7 +164,7 @@ class Comparison:
 
 
 class _TestEvaluator:
-    """What policies do on the test samples of one method, beside the public rule's."""
+    """Evaluation of policies on the test samples of one method, relative to the paper's sweep."""
 
     def __init__(
         self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap
@@ -180,7 +180,7 @@ class _TestEvaluator:
         self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
 
     def sweep_policy_within(self, budget: float) -> Policy | None:
-        """The dearest of the public rule's policies that kept to the budget on validation data, if any did."""
+        """Return the most expensive policy of the paper's sweep within the budget on validation data, or None."""
         within = [policy for policy in self._public if policy.cost is not None and policy.cost <= budget]
         return max(within, key=lambda policy: policy.cost or 0.0) if within else None
 
@@ -192,7 +192,7 @@ class _TestEvaluator:
         budget: float,
         other: tuple[Predictions, PerSampleMetrics] | None = None,
     ) -> PolicyRow:
-        """A policy's row; `other` is what another calibration says, if the policy is about that."""
+        """Return the row of a policy; `other` has the predictions of another calibration, if it was fitted on that."""
         preds, outcomes = other or (self._preds, self._outcomes)
         exits = policy.exits(preds)
         table = metric_columns(outcomes, exits, self._costs)
@@ -221,7 +221,7 @@ class _TestEvaluator:
         )
 
     def _public_at(self, cost: float) -> Array | None:
-        """(n,) how often the public rule is right on each sample at a cost, by chance between its nearest policies."""
+        """Accuracy (n,) of the paper's sweep on each sample at a cost, interpolated between its nearest policies."""
         costs = self._public_costs
         if not costs[0] * (1 - 1e-9) <= cost <= costs[-1] * (1 + 1e-9):
             return None

@@ -1,4 +1,4 @@
-"""From picture files to rows: what `exitwise predict` does, whoever classifies."""
+"""Classification of image files for `exitwise predict`: from file names to rows, with torch or ONNX."""
 
 import os
 import sys
@@ -30,14 +30,14 @@ class StreamClassifier(Protocol):
 
 @dataclass(frozen=True)
 class ImageList:
-    """Names of pictures, and how many there are where that is known."""
+    """Names of image files and their number, None if it is unknown."""
 
     names: Iterable[str]
     total: int | None
 
 
 def list_images(arguments: Sequence[str]) -> ImageList:
-    """Files as they are given, the pictures in folders, and for - the lines of stdin."""
+    """List the given files, the images in given folders, or for "-" the names on stdin."""
     require_pillow()
     if "-" in arguments:
         if len(arguments) > 1:
@@ -54,7 +54,7 @@ def _lines() -> Iterator[str]:
 
 
 def _inside(folder: str) -> list[str]:
-    """The pictures in a folder and those below it, in the order of their names."""
+    """List the images in a folder and its subfolders, sorted by name."""
     found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not found:
         raise InputError(f"{folder} holds no pictures")
@@ -62,7 +62,7 @@ def _inside(folder: str) -> list[str]:
 
 
 def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError:
-    """The pixels of a file, or what is wrong with it."""
+    """Return the pixels of a file, or the error that prevents reading them."""
     try:
         pixels = load_image(Path(name), preprocessing)
     except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
@@ -74,7 +74,7 @@ def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError
 
 @dataclass
 class Summary:
-    """What came out, in numbers."""
+    """Counts of images, errors and exits, and the total cost."""
 
     images: int = 0
     errors: int = 0
@@ -105,7 +105,7 @@ def predict(
     probs: bool = False,
     controller: BudgetController | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each picture, in their order; `summary` is kept up to date."""
+    """Yield one row per image, in input order, and keep `summary` up to date."""
     waiting: deque[str] = deque()  # names whose answers have not come yet: as many as the stream holds
 
     def images() -> Iterator[Array | InputError]:
@@ -135,7 +135,7 @@ def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, 
 
 
 def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) -> tuple[Iterator[str], int]:
-    """The names that have no row yet, and how many have; the rows must be those of the first names."""
+    """Return the names without a row and the number of rows; the rows must match the first names."""
     left = iter(names)
     count = 0
     for row in done:

@@ -1,4 +1,4 @@
-"""Rows in a CSV or JSONL file that stays valid whatever happens: whole rows only, and a file can be gone on with."""
+"""Append-only CSV and JSONL files: they hold only complete rows, also after a crash, and can be resumed."""
 
 import csv
 import io
@@ -14,19 +14,19 @@ from exitwise.core.errors import InputError
 
 
 class Format(Protocol):
-    """How rows become bytes and back."""
+    """Conversion of rows to bytes and back."""
 
     def header(self, fields: Sequence[str]) -> bytes: ...
     def row(self, row: Mapping[str, Any]) -> bytes: ...
     def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        """The records of a file, without one at its end that was cut off."""
+        """Yield the complete records of a file, without a truncated one at its end."""
         ...
 
     def read(self, record: bytes, fields: Sequence[str]) -> dict[str, Any]: ...
 
 
 class Csv:
-    """Comma-separated, with a first row of names. File names may be any bytes, line ends among them."""
+    """CSV with a header row. File names may contain any bytes, even line ends."""
 
     def header(self, fields: Sequence[str]) -> bytes:
         return self._line(fields)
@@ -57,7 +57,7 @@ class Csv:
 
 
 class Jsonl:
-    """A JSON object in every line."""
+    """One JSON object per line."""
 
     def header(self, fields: Sequence[str]) -> bytes:
         return b""
@@ -79,7 +79,7 @@ FORMATS: Mapping[str, Format] = {"csv": Csv(), "jsonl": Jsonl()}
 
 
 class RowFile:
-    """A file that rows are added to. A row that could not be written whole is taken back."""
+    """File to which rows are appended. A row that cannot be written completely is removed."""
 
     def __init__(self, path: Path, format: Format, fields: Sequence[str], resume: bool = False) -> None:
         self.path, self._format, self._fields = path, format, fields
@@ -92,12 +92,12 @@ class RowFile:
             self._write(format.header(fields))
 
     def _whole_size(self) -> int:
-        """Up to where the file holds whole rows."""
+        """Return the size of the complete rows in bytes."""
         with self.path.open("rb") as file:
             return sum(len(record) for record in self._format.complete_records(file))
 
     def existing_rows(self) -> Iterator[dict[str, Any]]:
-        """Those that were there already."""
+        """Yield the rows that the file already holds."""
         header = self._format.header(self._fields)
         with self.path.open("rb") as file:
             if file.read(len(header)) != header:
