@@ -1,4 +1,4 @@
-"""A small causal transformer, written with torch.nn alone, to put exits on:
+"""A small causal transformer that uses only torch.nn, as an example for `attach`:
 
 net = ew.attach(Causal().eval(), at=["blocks.0", "blocks.1"], example_inputs=torch.randn(1, 12, 6))
 """
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network for every step alone."""
+    """Causal self-attention over the steps, then an MLP for each step."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Causal(nn.Module):
-    """Says what a series (n, length, inputs) is, from its last step, which alone has seen all of it."""
+    """Classifies a series (n, length, inputs) from its last step, the only one that attends to all steps."""
 
     def __init__(
         self, classes: int = 5, inputs: int = 6, longest: int = 64, width: int = 32, depth: int = 3, heads: int = 4
@@ -39,7 +39,7 @@ class Causal(nn.Module):
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, series: Tensor) -> Tensor:
-        """Logits (n, classes)."""
+        """Return logits (n, classes)."""
         length = series.shape[1]
         mask = self.future[:length, :length]
         steps = self.embedding(series) + self.positions[:length]
