@@ -278,7 +278,7 @@ def test_the_commands_on_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for words in commands:
         done = exitwise(*words)
         assert done.status == 0, done.err
-    assert "vs public" in done.out
+    assert "vs sweep" in done.out
 
 
 @pytest.mark.slow

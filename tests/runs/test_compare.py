@@ -1,4 +1,4 @@
-"""Every strategy beside the public rule: the bootstrap, the rows, and `exitwise policies`."""
+"""Every strategy beside the paper's sweep: the bootstrap, the rows, and `exitwise policies`."""
 
 import json
 from bisect import bisect_left
@@ -265,7 +265,7 @@ class TestRows:
         found = compare(place, trace, VANILLA, shares=(share,))
         assert [row.strategy for row in found] == STRATEGIES[1:]
         assert len(found.notes) == 1
-        assert "public rule has no policy for 1e+06 MACs or less" in found.notes[0]
+        assert "paper's sweep has no policy for 1e+06 MACs or less" in found.notes[0]
         for row in found:
             assert (row.test_cost, row.exit_shares) == (trace.costs.values[0], (1, 0, 0))
 
@@ -354,7 +354,7 @@ class TestCommand:
         rows = json.loads((run / "results.json").read_text())["policies"]["rows"]
         lines = [line for line in done.out.splitlines() if search(r" ±\d", line)]
         assert len(lines) == len(rows) == 12
-        names = ["public rule", "geometric", "optimized", "label-free", "auto (", "certified"]
+        names = ["paper's sweep", "geometric", "optimized", "label-free", "auto (", "certified"]
         for line, row, name in zip(lines, rows, names * 2, strict=True):
             assert name in line
             assert f"{100 * row['top1']:.2f} ±" in line
@@ -363,12 +363,12 @@ class TestCommand:
             assert row["gain"] is None or f"{100 * row['gain']:+.2f} [" in line
         assert [line.split("%")[0].strip() for line in lines[::6]] == ["40", "80"]
         words = " ".join(done.out.split())
-        assert "T_opt, by confidence" in words
+        assert "T_opt, confidence" in words
         assert "within the budget with a probability of 95 %" in words
         assert "measured on 240 test samples" in words
 
     def test_policies_can_be_made_of_the_rows(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
-        """At the first exit's cost everyone leaves there, which is another threshold than that of an unused exit."""
+        """At the first exit's cost all samples exit there; its threshold differs from that of an unused exit."""
         options = ["--budget", "1e6", "--budget", "80%", "--method", "T_opt", "--repeats", "2", "--json"]
         found = exitwise("policies", run, *options).json
         expected = compare(run, trace, "T_opt", shares=(1e6 / trace.costs.values[-1], 0.8), repeats=2)

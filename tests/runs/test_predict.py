@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "b").mkdir()
     for number in range(40):
         Image.fromarray(noise(number)).save(place / ("b" if number % 2 else ".") / f"{number:02}.png")
-    (place / "notes.txt").write_text("no picture")
+    (place / "notes.txt").write_text("not an image")
     return place
 
 
@@ -133,7 +133,7 @@ class TestPictures:
         [
             (lambda path: path.write_bytes(b""), "cannot be read as an image"),
             (lambda path: path.write_bytes(b"text"), "cannot be read as an image"),
-            (lambda path: path.mkdir(), "holds no pictures"),
+            (lambda path: path.mkdir(), "holds no images"),
             (lambda path: Image.fromarray(noise(1, (64, 64, 3))).save(path, "JPEG"), None),
             (lambda path: Image.fromarray(noise(1, (100, 40))).save(path, "PNG"), None),
             (lambda path: Image.fromarray(noise(1, (32, 32, 4))).save(path, "PNG"), None),
@@ -379,7 +379,7 @@ class TestRefused:
         assert "exists" in exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out).err
         other = exitwise("predict", run, folder / "02.png", "--budget", "50%", "--out", out, "--resume")
         assert other.status == 2
-        assert "not the list it was made from" in other.err
+        assert "the list of images has changed" in other.err
         shorter = exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out, "--resume")
         assert "there are no more pictures" in shorter.err
         assert out.read_bytes() == before

@@ -71,10 +71,10 @@ def test_file_names_may_be_any_bytes(tmp_path: Path) -> None:
     ("kind", "content", "problem"),
     [
         ("csv", b"a,b\n1,2\n", "does not begin with the columns image, value, error"),
-        ("csv", b"image,value,error\nx,1\n", "row 1 is not one of ours"),
-        ("jsonl", b'{"image": "x"}\n', "row 1 is not one of ours"),
-        ("jsonl", b'{"image": "x", "value": 1, "error": null}\n[1]\n', "row 2 is not one of ours"),
-        ("jsonl", b"nonsense\n", "row 1 is not one of ours"),
+        ("csv", b"image,value,error\nx,1\n", "row 1 was not written by exitwise predict"),
+        ("jsonl", b'{"image": "x"}\n', "row 1 was not written by exitwise predict"),
+        ("jsonl", b'{"image": "x", "value": 1, "error": null}\n[1]\n', "row 2 was not written by exitwise predict"),
+        ("jsonl", b"nonsense\n", "row 1 was not written by exitwise predict"),
     ],
 )
 def test_a_file_of_something_else_is_refused(kind: str, content: bytes, problem: str, tmp_path: Path) -> None:

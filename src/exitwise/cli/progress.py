@@ -20,14 +20,14 @@ class TrainingProgress(TrainingCallback):
 
     def __init__(self) -> None:
         console = tables.console(stderr=True)
-        shown = console.is_terminal and is_rank_zero()
+        visible = console.is_terminal and is_rank_zero()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._bars = Progress(*columns, console=console, disable=not shown, transient=True)
+        self._bars = Progress(*columns, console=console, disable=not visible, transient=True)
         self._task: TaskID | None = None
         self._epochs = self._batches = 0
 
@@ -49,7 +49,7 @@ class TrainingProgress(TrainingCallback):
         self._epochs, self._batches = epochs, batches
         done = len(history.epochs)
         if done:
-            self._bars.console.print(f"going on after {done} of {epochs} epochs")
+            self._bars.console.print(f"resuming after {done} of {epochs} epochs")
         if self._task is not None:
             self._bars.remove_task(self._task)
         if done < epochs:
@@ -58,12 +58,12 @@ class TrainingProgress(TrainingCallback):
     def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
         if self._task is None:
             return
-        left = timedelta(seconds=round(seconds_left))
+        remaining = timedelta(seconds=round(seconds_left))
         self._bars.update(
             self._task,
             description=f"epoch {epoch + 1}/{self._epochs}",
             completed=batch,
-            note=f"{images_per_second:.0f} images/s, {left} left",
+            note=f"{images_per_second:.0f} images/s, {remaining} left",
         )
 
     def on_epoch_end(self, row: EpochRecord, kept: bool) -> None:

@@ -21,18 +21,18 @@ from exitwise.runtime.bench import FULL as FULL_NET
 from exitwise.runtime.bench import VANILLA as VANILLA_NET
 from exitwise.runtime.bench import Bench
 
-_WIDE = 110  # columns of the widest table; what a pipe or a file gets
+_WIDE = 110  # columns of the widest table, for pipes and files
 
-_OTHER = "another network, trained far longer (300 epochs on CIFAR-100)"
+_PAPER_NET = "another network, trained far longer (300 epochs on CIFAR-100)"
 
-# How the metrics are printed, and whether more is better.
+# Factor, number of digits, and whether more is better.
 _DIGITS = {"top1": (100, 2, True), "top5": (100, 2, True), "nlpd": (1, 3, False), "ece": (1, 3, False)}
 
 
 def console(stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or as wide as the tables if there is no terminal."""
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
+    terminal = Console(stderr=stderr, highlight=False)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
 def format_metric(name: str, value: float) -> str:
@@ -44,14 +44,14 @@ def format_metric(name: str, value: float) -> str:
 def format_change(name: str, value: float) -> Text:
     """Return a signed difference: green for an improvement, red for a loss."""
     factor, digits, more_is_better = _DIGITS[name]
-    text = _no_zero(f"{value * factor:+.{digits}f}") if digits == 3 else f"{value * factor:+.{digits}f}"
+    text = _drop_leading_zero(f"{value * factor:+.{digits}f}") if digits == 3 else f"{value * factor:+.{digits}f}"
     if float(text) == 0:
         return Text(text.replace("-", "+"), style="dim")
     return Text(text, style="green" if (value > 0) == more_is_better else "red")
 
 
-def _no_zero(number: str) -> str:
-    """-.247 for -0.247, as the paper prints it."""
+def _drop_leading_zero(number: str) -> str:
+    """Return -.247 for -0.247, as the paper prints it."""
     return number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
 
 
@@ -76,83 +76,89 @@ def ablation(
     """Return a table of means over the budget range, with the change from the first row and the paper's change."""
     low, high = (format_cost(value, table.unit) for value in table.budget_range)
     budgets = f"mean over budgets from {low} to {high}" if table.budget_range[0] else f"one exit, at {high}"
-    caption = f"\nTest set, {budgets}; ± is the change against the first row."
+    caption = f"\nTest set, {budgets}; ± is the change from the first row."
     if published:
-        caption += f"\nPaper: the change that the paper published for this architecture: {_OTHER}."
+        caption += f"\nPaper: the published change for this architecture, of {_PAPER_NET}."
     longest = max(len(row.method) for row in table)
-    made = _table(title, caption, gap=1 if width >= longest + 62 else 0)  # the ablation fits 80 columns
-    made.add_column("", overflow="fold")
+    rich_table = _table(title, caption, gap=1 if width >= longest + 62 else 0)  # the ablation fits 80 columns
+    rich_table.add_column("", overflow="fold")
     metrics = {"top1": "top-1", "top5": "top-5", "nlpd": "NLPD", "ece": "ECE"}
     if width < longest + 83:
         del metrics["top5"]
     for name in metrics.values():
-        made.add_column(name, justify="right", no_wrap=True)
-        made.add_column("±", justify="right", no_wrap=True)
+        rich_table.add_column(name, justify="right", no_wrap=True)
+        rich_table.add_column("±", justify="right", no_wrap=True)
         if published:
-            made.add_column("paper", justify="right", no_wrap=True, style="italic")
-    for number, row in enumerate(table):
+            rich_table.add_column("paper", justify="right", no_wrap=True, style="italic")
+    for i, row in enumerate(table):
         cells: list[str | Text] = [Text(row.method, style="bold" if row.method in (OURS, "Our model") else "")]
         for name in metrics:
-            cells.append(_no_zero(format_metric(name, getattr(row, name))))
-            cells.append(format_change(name, row.change[name]) if number else "")
+            cells.append(_drop_leading_zero(format_metric(name, getattr(row, name))))
+            cells.append(format_change(name, row.change[name]) if i else "")
             if published:
-                known = published.get(row.method) if number else None
-                cells.append(format_change(name, known[name]) if known else "")
-        made.add_row(*cells)
-    return made
+                changes = published.get(row.method) if i else None
+                cells.append(format_change(name, changes[name]) if changes else "")
+        rich_table.add_row(*cells)
+    return rich_table
 
 
 def summary(table: Table) -> str:
     """Summarize the change of NLPD, ECE and accuracy in two sentences."""
     before, after = table[VANILLA], table[OURS]
     return (
-        f"Calibrated ({OURS}), the negative log-likelihood {_moved(before, after, 'nlpd')}, and the expected "
-        f"calibration error {_moved(before, after, 'ece')}. Nothing was trained: the same network now reports "
-        f"confidences that are {_gap(after.ece)} from its accuracy, where they were {_gap(before.ece)} off, "
-        f"and at equal cost its top-1 accuracy {_moved(before, after, 'top1', '%')}."
+        f"With the full method ({OURS}), the negative log-likelihood {_describe_move(before, after, 'nlpd')}, and the "
+        f"expected calibration error {_describe_move(before, after, 'ece')}. The network is the same, without "
+        f"training: its confidence is now {_format_points(after.ece)} from its accuracy, before it was "
+        f"{_format_points(before.ece)}. At equal cost, top-1 accuracy {_describe_move(before, after, 'top1', '%')}."
     )
 
 
-def _moved(before: TableRow, after: TableRow, name: str, unit: str = "") -> str:
+def _describe_move(before: TableRow, after: TableRow, name: str, unit: str = "") -> str:
     old, new = getattr(before, name), getattr(after, name)
     verb = "falls" if new < old else "rises" if new > old else "stays"
     return f"{verb} from {format_metric(name, old)}{unit} to {format_metric(name, new)}{unit}"
 
 
-def _gap(ece: float) -> str:
+def _format_points(ece: float) -> str:
     return f"{ece * 100:.1f} points"
 
 
-def calibration(made: Calibration, vanilla: Calibration) -> RichTable:
+def calibration(calibration: Calibration, vanilla: Calibration) -> RichTable:
     """Return a table of the tuned values of every exit and the validation NLPD before and after."""
     note = "\nTuned on the validation split; NLPD of the ensemble where there is one."
-    if made.method.ensemble and len(made.exits) > 1 and made.val_nlpd[-1] > vanilla.val_nlpd[-1]:
-        note += " The earlier exits spoil the last one: a method without ensembling, such as T_opt, may do better."
-    table = _table(f"\n{made.method.name}", note)
-    columns = ["exit", "temperature", *(["prior variance"] if made.method.laplace else []), "NLPD before", "NLPD after"]
+    if calibration.method.ensemble and len(calibration.exits) > 1 and calibration.val_nlpd[-1] > vanilla.val_nlpd[-1]:
+        note += " Ensembling makes the last exit worse; try a method without it, such as T_opt."
+    table = _table(f"\n{calibration.method.name}", note)
+    columns = [
+        "exit",
+        "temperature",
+        *(["prior variance"] if calibration.method.laplace else []),
+        "NLPD before",
+        "NLPD after",
+    ]
     for name in columns:
         table.add_column(name, justify="right")
-    for k, exit in enumerate(made.exits):
-        prior = [_bounded(exit.prior_var, PRIOR_BOUNDS)] if made.method.laplace else []
-        nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{made.val_nlpd[k]:.4f}"]
-        table.add_row(str(k + 1), _bounded(exit.temperature, TEMPERATURE_BOUNDS), *prior, *nlpd)
+    for k, exit in enumerate(calibration.exits):
+        prior = [_format_tuned(exit.prior_var, PRIOR_BOUNDS)] if calibration.method.laplace else []
+        nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{calibration.val_nlpd[k]:.4f}"]
+        table.add_row(str(k + 1), _format_tuned(exit.temperature, TEMPERATURE_BOUNDS), *prior, *nlpd)
     return table
 
 
-def _bounded(value: float, bounds: tuple[float, float]) -> str:
+def _format_tuned(value: float, bounds: tuple[float, float]) -> str:
     """Format a tuned value and mark it if the continuous search stopped at a bound of its range."""
     at_bound = value < bounds[0] * 1.05 or value > bounds[1] / 1.05
     return f"{value:.3g}{' (at its bound)' if at_bound else ''}"
 
 
-def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
+def evaluation(models: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
     """Return a table that compares methods at one budget."""
     title = f"\nBudget {format_cost(budget, unit)} per sample"
-    table = _table(title, "\nThresholds fitted on the validation split, everything else measured on the test split.")
+    table = _table(title, "\nThresholds fitted on the validation split, all other rows measured on the test split.")
     table.add_column("")
-    for name in found:
+    for name in models:
         table.add_column(name, justify="right")
-    pairs = list(found.values())
+    pairs = list(models.values())
     rows: list[tuple[str, list[str]]] = [
         ("mean cost, validation", [format_cost(policy.cost or 0.0, unit) for policy, _ in pairs]),
         ("mean cost, test", [format_cost(result.cost, unit) for _, result in pairs]),
@@ -162,7 +168,7 @@ def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, un
         ("ECE", [f"{result.ece:.4f}" for _, result in pairs]),
         ("adaptive ECE", [f"{result.adaptive_ece:.4f}" for _, result in pairs]),
         ("Brier score", [f"{result.brier:.4f}" for _, result in pairs]),
-        ("AUROC, right from wrong", [f"{result.auroc:.4f}" for _, result in pairs]),
+        ("AUROC, correct against wrong", [f"{result.auroc:.4f}" for _, result in pairs]),
         ("AURC", [f"{result.aurc:.4f}" for _, result in pairs]),
     ]
     for name, cells in rows:
@@ -170,28 +176,26 @@ def evaluation(found: Mapping[str, tuple[Policy, Evaluation]], budget: float, un
     return table
 
 
-def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
+def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
     """Return a table of exits: threshold, share of samples, and metrics if all samples exit there; also vanilla's."""
     table = _table(
-        f"\nExits ({policy.score} at least the threshold leaves)",
-        "\nTop-1, NLPD and ECE if all samples left there, calibrated; plain: top-1 of the net as it is.",
+        f"\nExits (a sample exits if its {policy.score} reaches the threshold)",
+        "\nTop-1, NLPD and ECE if all samples exit there, calibrated; vanilla: top-1 without calibration.",
     )
-    for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "plain %"):
+    for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "vanilla %"):
         table.add_column(name, justify="right")
-    for k, (own, before) in enumerate(zip(result.per_exit, plain.per_exit, strict=True)):
+    for k, (calibrated, before) in enumerate(zip(result.per_exit, vanilla.per_exit, strict=True)):
         threshold = policy.thresholds[k]
-        word = (
-            "everyone" if threshold == float("-inf") else "nobody" if threshold == float("inf") else f"{threshold:.4f}"
-        )
+        condition = "all" if threshold == float("-inf") else "none" if threshold == float("inf") else f"{threshold:.4f}"
         share = f"{result.exit_shares[k] * 100:.2f}"
         table.add_row(
             str(k + 1),
             format_cost(costs[k], unit),
-            word,
+            condition,
             share,
-            f"{own.top1 * 100:.2f}",
-            f"{own.nlpd:.4f}",
-            f"{own.ece:.4f}",
+            f"{calibrated.top1 * 100:.2f}",
+            f"{calibrated.nlpd:.4f}",
+            f"{calibrated.ece:.4f}",
             f"{before.top1 * 100:.2f}",
         )
     return table
@@ -200,8 +204,8 @@ def exits(policy: Policy, result: Evaluation, plain: Evaluation, costs: Sequence
 def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     """Return a table of cumulative costs at every exit and of the overhead of each method over vanilla."""
     caption = (
-        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and what is added to vanilla.\n"
-        f"Each method pays at every exit on the way. {samples} draws or dropout masks."
+        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and the overhead over vanilla.\n"
+        f"Each method adds its cost at every exit on the way. {samples} draws or dropout masks."
     )
     table = _table(f"\n{preset}: cost of stopping at each exit", caption)
     table.add_column("exit", justify="right")
@@ -225,36 +229,39 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     return table
 
 
-def _pays(found: Bench) -> str:
+def _describe_speedups(result: Bench) -> str:
     """Describe the best speed-up of early exits for each batch size."""
     best: dict[int, float] = {}
-    for row in found.timings:
+    for row in result.timings:
         if row.variant not in (VANILLA_NET, FULL_NET):
             best[row.batch_size] = max(row.speedup, best.get(row.batch_size, 0.0))
-    words = ", ".join(f"{speed:.2f}x in batches of {size}" for size, speed in best.items())
-    loses = " Below 1x, deciding takes longer than stopping saves." if min(best.values(), default=1.0) < 1 else ""
-    return f"Stopping early, at best: {words}.{loses}" if best else ""
+    speedups = ", ".join(f"{speed:.2f}x in batches of {size}" for size, speed in best.items())
+    slower = (
+        " Below 1x, the decision takes longer than early exits save." if min(best.values(), default=1.0) < 1 else ""
+    )
+    return f"Best speed-up of early exits: {speedups}.{slower}" if best else ""
 
 
-def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
+def bench(result: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
     """Yield two tables: times and speed-ups of all variants, and the stage costs that budgets in ms use."""
-    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
+    threads = f"{result.threads} thread{'s' * (result.threads > 1)}"
     table = _table(
-        f"\nMilliseconds per image, {threads}, medians of {found.repeats} interleaved rounds",
-        "\nPredicted: times of full-batch stages for the samples that each stage saw, the bound for stopping early.\n"
-        "Reached: the part of that speed that became real. Speed-up: against the plain net on the same backend.\n"
-        f"Vanilla is the plain net to its end, full the calibrated one with all its exits.\n{_pays(found)}",
+        f"\nMilliseconds per image, {threads}, medians of {result.repeats} interleaved rounds",
+        "\nPredicted: time of full-batch stages for the samples that reach each stage, the bound for early exits.\n"
+        "Reached: share of the predicted speed. Speed-up: relative to the vanilla net on the same backend.\n"
+        "Vanilla: the net without its early exits. Full: the calibrated net with all exits.\n"
+        f"{_describe_speedups(result)}",
     )
     for name in ("batch", "backend", "budget"):
         table.add_column(name, justify="right" if name == "batch" else "left")
     for name in ("predicted", "measured", "reached", "speed-up", "by MACs"):
         table.add_column(name, justify="right")
-    before: tuple[int, str] | None = None
-    for row in found.timings:
-        here = (row.batch_size, row.backend)
-        lead = [str(row.batch_size), row.backend] if here != before else ["", ""]
-        before = here
-        speedup = Text(f"{row.speedup:.2f}x", style="" if row.variant == VANILLA_NET else _quicker(row.speedup))
+    previous: tuple[int, str] | None = None
+    for row in result.timings:
+        group = (row.batch_size, row.backend)
+        lead = [str(row.batch_size), row.backend] if group != previous else ["", ""]
+        previous = group
+        speedup = Text(f"{row.speedup:.2f}x", style="" if row.variant == VANILLA_NET else _speedup_style(row.speedup))
         table.add_row(
             *lead,
             row.variant,
@@ -265,7 +272,7 @@ def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[Ri
             "" if row.mac_speedup is None else f"{row.mac_speedup:.2f}x",
         )
     yield table
-    stages = _table(f"\nCost up to each exit ({costs_of}), kept for budgets in ms")
+    stages = _table(f"\nCost up to each exit ({costs_of}), stored for budgets in ms")
     for name in ("exit", "ms", "% of all", "MACs", "% of all"):
         stages.add_column(name, justify="right")
     for k, (ms, count) in enumerate(zip(costs.values, macs.values, strict=True), start=1):
@@ -274,69 +281,69 @@ def bench(found: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[Ri
     yield stages
 
 
-def _quicker(speedup: float) -> str:
+def _speedup_style(speedup: float) -> str:
     return "green" if speedup > 1 else "red"
 
 
 def describe_fit(policy: Policy) -> str:
     """Describe the fit of a policy and its guarantee."""
-    said = []
+    sentences = []
     if policy.fit is not None:
         fit = policy.fit
-        chosen = f" ({fit.chosen} was best on samples held out)" if policy.strategy == "auto" and fit.portfolio else ""
-        said.append(f"Thresholds: {policy.strategy}{chosen}, on {fit.samples:,} validation samples.")
+        chosen = f" ({fit.chosen} was best on held-out folds)" if policy.strategy == "auto" and fit.portfolio else ""
+        sentences.append(f"Thresholds: {policy.strategy}{chosen}, on {fit.samples:,} validation samples.")
         if fit.gap is not None and fit.labelled:
-            said.append(f"On samples that they were not fitted on (cross-fitting) {_drop(fit)}.")
+            sentences.append(f"On held-out folds (cross-fitting), {_describe_gap(fit)}.")
     if policy.guarantee is not None:
-        said.append(describe_guarantee(policy.guarantee, policy.unit))
-    return "\n" + " ".join(said) if said else ""
+        sentences.append(describe_guarantee(policy.guarantee, policy.unit))
+    return "\n" + " ".join(sentences) if sentences else ""
 
 
-def _drop(fit: PolicyFit) -> str:
+def _describe_gap(fit: PolicyFit) -> str:
     gap = fit.gap or 0.0
     if fit.objective == "nlpd":
         return f"their NLPD is {abs(gap):.4f} {'higher' if gap > 0 else 'lower'}"
     return f"their accuracy is {100 * abs(gap):.2f} points {'lower' if gap > 0 else 'higher'}"
 
 
-_STRATEGY_NAMES = {PUBLIC: "public rule", "label_free": "label-free"}
+_STRATEGY_NAMES = {PUBLIC: "paper's sweep", "label_free": "label-free"}
 
 
 def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str]:
     """Yield one table per method and score, with a block of rows for each budget."""
     narrow = width < 97
     for method, score in dict.fromkeys((row.method, row.score) for row in table):
-        made = _table(f"\n{method}, by {score}", gap=0 if narrow else 1)
-        made.add_column("budget", justify="right", no_wrap=True)
-        made.add_column("strategy", no_wrap=True)
-        names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "vs public")
+        rich_table = _table(f"\n{method}, {score}", gap=0 if narrow else 1)
+        rich_table.add_column("budget", justify="right", no_wrap=True)
+        rich_table.add_column("strategy", no_wrap=True)
+        names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "vs sweep")
         for name in names:
-            made.add_column(name, justify="right", no_wrap=True)
-        before = None
+            rich_table.add_column(name, justify="right", no_wrap=True)
+        previous = None
         for row in table:
             if (row.method, row.score) != (method, score):
                 continue
-            if before not in (None, row.budget):
-                made.add_section()
-            known = _STRATEGY_NAMES.get(row.strategy, row.strategy)
+            if previous not in (None, row.budget):
+                rich_table.add_section()
+            strategy = _STRATEGY_NAMES.get(row.strategy, row.strategy)
             chosen = f" ({_STRATEGY_NAMES.get(row.chosen or '', row.chosen)})" if row.strategy == "auto" else ""
             gain: str | Text = ""
             if row.gain is not None:
                 low, high = row.intervals["gain"]
                 style = "green" if low > 0 else "red" if high < 0 else "dim"
                 gain = Text(f"{100 * row.gain:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]", style=style)
-            made.add_row(
-                "" if row.budget == before else f"{100 * row.budget / table.full_cost:.0f} %",
-                known + chosen,
+            rich_table.add_row(
+                "" if row.budget == previous else f"{100 * row.budget / table.full_cost:.0f} %",
+                strategy + chosen,
                 *(() if narrow else (f"{100 * row.val_cost / row.budget:.1f} %",)),
                 f"{100 * row.test_cost / row.budget:.1f} %",
-                f"{100 * row.top1:.2f} ±{_half(row.intervals['top1'], 100):.2f}",
-                f"{row.nlpd:.3f}" + ("" if narrow else f" ±{_half(row.intervals['nlpd']):.3f}"),
-                _no_zero(f"{row.ece:.3f}"),
+                f"{100 * row.top1:.2f} ±{_half_width(row.intervals['top1'], 100):.2f}",
+                f"{row.nlpd:.3f}" + ("" if narrow else f" ±{_half_width(row.intervals['nlpd']):.3f}"),
+                _drop_leading_zero(f"{row.ece:.3f}"),
                 gain,
             )
-            before = row.budget
-        yield made
+            previous = row.budget
+        yield rich_table
     tested = table.samples["tested_on"]["samples"]
     certified = (
         f" Certified: calibrated and fitted on half of it, certified on the other half: the mean cost is "
@@ -346,14 +353,14 @@ def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str
     )
     yield (
         f"\nBudgets are in percent of the last exit's cost, {format_cost(table.full_cost, table.unit)}; "
-        f"costs in percent of the budget asked for. Calibrated and fitted on the validation split, measured on "
-        f"{tested:,} test samples; ± and brackets: 95 % of {table.repeats} bootstrap draws.{certified}\n"
-        f"The public rule takes no budget: of its 39 policies, the dearest within it on validation data. vs public: "
-        f"points of top-1 beyond that rule at equal test cost, where it reaches that."
+        f"costs in percent of the budget. Calibrated and fitted on the validation split, measured on "
+        f"{tested:,} test samples; ± and brackets: 95 % intervals of {table.repeats} bootstrap resamples.{certified}\n"
+        f"The paper's sweep takes no budget: of its 39 policies, the most expensive one within the budget is shown. "
+        f"vs sweep: difference in points of top-1 at equal test cost, where the sweep reaches it."
     )
     for note in table.notes:
         yield f"\n{note}"
 
 
-def _half(ends: tuple[float, float], scale: float = 1.0) -> float:
+def _half_width(ends: tuple[float, float], scale: float = 1.0) -> float:
     return scale * (ends[1] - ends[0]) / 2

@@ -9,6 +9,7 @@ import numpy as np
 from exitwise.calibration.methods import Method
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
+from exitwise.core.checks import check_integer
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Array, Predictions
@@ -29,11 +30,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PolicyRow(Result):
-    """One policy: what was asked, what it costs on validation and test data, and what it gets on test data.
+    """One policy: its budget, its mean costs on validation and test data, and its metrics on test data.
 
-    `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the accuracy beyond
-    that of the public rule at the same test cost, between its two nearest policies; None for that rule itself, and for
-    costs that it does not reach.
+    `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the difference in
+    accuracy to the paper's sweep at the same test cost, interpolated between its two nearest policies; None for the
+    sweep itself and for costs that it does not reach.
     """
 
     method: str
@@ -79,10 +80,10 @@ class PolicyTable(Result):
         return [record for row in self.rows for record in row._records()]
 
 
-def evenly_spaced_budgets(costs: Costs, number: int) -> list[float]:
+def evenly_spaced_budgets(costs: Costs, count: int) -> list[float]:
     """Return budgets spread over the range of costs, without its ends, where all strategies are equal."""
     low, high = costs.values[0], costs.values[-1]
-    return [float(value) for value in np.linspace(low, high, number + 2)[1:-1]] if high > low else [high]
+    return [float(value) for value in np.linspace(low, high, count + 2)[1:-1]] if high > low else [high]
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ class Comparison:
         """Calibrate and fit on the validation split (certified rows: on half of it), measure on the test split."""
         if trace.test is None:
             raise InputError(f"the trace of {run.directory} has no test split to compare on")
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise InputError(f"`repeats` must be a whole number of at least 1, but got {self.repeats!r}")
+        check_integer("repeats", self.repeats, minimum=1)
         for budget in self.budgets:
             for score in self.scores:
                 check_fit_arguments(costs, budget, "auto", score, self.objective)
@@ -114,37 +114,41 @@ class Comparison:
         rows: list[PolicyRow] = []
         notes: list[str] = []
         samples: dict[str, Any] = {}
-        sure: policies.CalibratedSplits | None = None
-        for number, (method, score) in enumerate(possible):
-            progress(number, len(possible))
-            if number == 0 or possible[number - 1][0] != method:
-                made = policies.calibrate_run(run, tuner, method, None)
-                test = made.calibration.predict(trace.test)
+        certifying: policies.CalibratedSplits | None = None
+        for i, (method, score) in enumerate(possible):
+            progress(i, len(possible))
+            if i == 0 or possible[i - 1][0] != method:
+                calibrated = policies.calibrate_run(run, tuner, method, None)
+                test = calibrated.calibration.predict(trace.test)
                 if certificate is not None:
-                    sure = policies.calibrate_run(run, tuner, method, certificate)
-                    sure_test = sure.calibration.predict(trace.test)
-                    sure_outcomes = PerSampleMetrics.of(sure_test, trace.test.labels.numpy())
-            public_rule = sweep(made.preds, costs=costs, score=score)
-            judge = _TestEvaluator(test, trace.test.labels.numpy(), public_rule, costs, bootstrap)
-            requests = {name: policies.PolicyOptions(name, score, self.objective) for name in STRATEGIES}
-            guaranteed = replace(requests["auto"], certificate=certificate)
+                    certifying = policies.calibrate_run(run, tuner, method, certificate)
+                    certified_test = certifying.calibration.predict(trace.test)
+                    certified_metrics = PerSampleMetrics.of(certified_test, trace.test.labels.numpy())
+            paper_sweep = sweep(calibrated.preds, costs=costs, score=score)
+            evaluator = _TestEvaluator(test, trace.test.labels.numpy(), paper_sweep, costs, bootstrap)
+            options = {name: policies.PolicyOptions(name, score, self.objective) for name in STRATEGIES}
+            certified_options = replace(options["auto"], certificate=certificate)
             for budget in dict.fromkeys(self.budgets):
-                public = judge.sweep_policy_within(budget)
-                if public is None:
-                    least = f"{budget:.6g} {costs.unit} or less"
-                    notes.append(f"{method.name}, by {score}: the public rule has no policy for {least}.")
+                paper_policy = evaluator.sweep_policy_within(budget)
+                if paper_policy is None:
+                    limit = f"{budget:.6g} {costs.unit} or less"
+                    notes.append(f"{method.name}, {score}: the paper's sweep has no policy for {limit}.")
                 else:
-                    rows.append(judge.row(method.name, PUBLIC, public, budget))
-                for name, request in requests.items():
-                    rows.append(judge.row(method.name, name, made.fit_policy(costs, budget, request), budget))
-                if sure is not None:
+                    rows.append(evaluator.row(method.name, PUBLIC, paper_policy, budget))
+                for name, strategy_options in options.items():
+                    rows.append(
+                        evaluator.row(method.name, name, calibrated.fit_policy(costs, budget, strategy_options), budget)
+                    )
+                if certifying is not None:
                     try:
-                        certified = sure.fit_policy(costs, budget, guaranteed)
+                        certified = certifying.fit_policy(costs, budget, certified_options)
                     except NotCertifiedError as error:
-                        notes.append(f"{method.name}, by {score}: {error}.")
+                        notes.append(f"{method.name}, {score}: {error}.")
                         continue
-                    rows.append(judge.row(method.name, CERTIFIED, certified, budget, (sure_test, sure_outcomes)))
-                    samples = sure.samples
+                    rows.append(
+                        evaluator.row(method.name, CERTIFIED, certified, budget, (certified_test, certified_metrics))
+                    )
+                    samples = certifying.samples
         progress(len(possible), len(possible))
         samples = {
             "all but certified": {"split": "val", "samples": len(trace.val)},
@@ -171,13 +175,13 @@ class _TestEvaluator:
     ) -> None:
         self._preds, self._public = preds, public
         self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
-        self._outcomes = PerSampleMetrics.of(preds, labels)
+        self._per_sample = PerSampleMetrics.of(preds, labels)
         self._all = np.arange(len(labels))
         table = exit_scores(preds, public[0].score)
         exits = [policy.exits_from_scores(table) for policy in public]
         order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
-        self._public_costs = np.array([self._costs[exits[i]].mean() for i in order])
-        self._public_right = np.stack([self._outcomes.rank[exits[i], self._all] == 0 for i in order])
+        self._sweep_costs = np.array([self._costs[exits[i]].mean() for i in order])
+        self._sweep_correct = np.stack([self._per_sample.rank[exits[i], self._all] == 0 for i in order])
 
     def sweep_policy_within(self, budget: float) -> Policy | None:
         """Return the most expensive policy of the paper's sweep within the budget on validation data, or None."""
@@ -193,13 +197,13 @@ class _TestEvaluator:
         other: tuple[Predictions, PerSampleMetrics] | None = None,
     ) -> PolicyRow:
         """Return the row of a policy; `other` has the predictions of another calibration, if it was fitted on that."""
-        preds, outcomes = other or (self._preds, self._outcomes)
+        preds, per_sample = other or (self._preds, self._per_sample)
         exits = policy.exits(preds)
-        table = metric_columns(outcomes, exits, self._costs)
-        cost, right = table[:, 0], table[:, 1]
-        public = self._public_at(float(cost.mean())) if strategy != PUBLIC else None
-        gain = np.zeros_like(right) if public is None else right - public
-        found = outcomes.metrics(exits)
+        table = metric_columns(per_sample, exits, self._costs)
+        cost, correct = table[:, 0], table[:, 1]
+        public = self._sweep_accuracy_at(float(cost.mean())) if strategy != PUBLIC else None
+        gain = np.zeros_like(correct) if public is None else correct - public
+        metrics = per_sample.metrics(exits)
         drawn = self._bootstrap.resampled_metrics(table)
         intervals = {name: percentile_interval(values) for name, values in drawn.items() if name != "top5"}
         if public is not None:
@@ -212,7 +216,7 @@ class _TestEvaluator:
             budget=budget,
             val_cost=float(policy.cost or 0.0),
             test_cost=float(cost.mean()),
-            **{name: found[name] for name in ("top1", "nlpd", "ece")},
+            **{name: metrics[name] for name in ("top1", "nlpd", "ece")},
             gain=None if public is None else float(gain.mean()),
             gap=policy.fit.gap if policy.fit else None,
             intervals=intervals,
@@ -220,12 +224,12 @@ class _TestEvaluator:
             thresholds=policy.thresholds,
         )
 
-    def _public_at(self, cost: float) -> Array | None:
+    def _sweep_accuracy_at(self, cost: float) -> Array | None:
         """Accuracy (n,) of the paper's sweep on each sample at a cost, interpolated between its nearest policies."""
-        costs = self._public_costs
+        costs = self._sweep_costs
         if not costs[0] * (1 - 1e-9) <= cost <= costs[-1] * (1 + 1e-9):
             return None
         above = int(np.searchsorted(costs, cost).clip(1, len(costs) - 1))
         low, high = costs[above - 1], costs[above]
         share = float(np.clip((cost - low) / (high - low), 0, 1)) if high > low else 1.0
-        return np.asarray((1 - share) * self._public_right[above - 1] + share * self._public_right[above])
+        return np.asarray((1 - share) * self._sweep_correct[above - 1] + share * self._sweep_correct[above])

@@ -41,7 +41,7 @@ def list_images(arguments: Sequence[str]) -> ImageList:
     require_pillow()
     if "-" in arguments:
         if len(arguments) > 1:
-            raise InputError("- reads the list of pictures from stdin: it cannot stand beside other names")
+            raise InputError("- reads the list of images from stdin and cannot be combined with other names")
         return ImageList(_lines(), None)
     names = [name for argument in arguments for name in (_inside(argument) if Path(argument).is_dir() else [argument])]
     return ImageList(names, len(names))
@@ -57,7 +57,7 @@ def _inside(folder: str) -> list[str]:
     """List the images in a folder and its subfolders, sorted by name."""
     found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not found:
-        raise InputError(f"{folder} holds no pictures")
+        raise InputError(f"{folder} holds no images")
     return [str(path) for path in found]
 
 
@@ -66,9 +66,9 @@ def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError
     try:
         pixels = load_image(Path(name), preprocessing)
     except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
-        return error if isinstance(error, InputError) else InputError(f"{name!r} is no file name")
+        return error if isinstance(error, InputError) else InputError(f"{name!r} is not a file name")
     if pixels.min() == pixels.max():
-        return InputError(f"{name} holds no picture: every pixel is {pixels.min()}")
+        return InputError(f"{name} is blank: every pixel is {pixels.min()}")
     return pixels
 
 
@@ -123,7 +123,7 @@ def predict(
 
 def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, Any]:
     predicted, confidence, cost = answer.predicted, answer.confidence, answer.cost
-    said = (
+    values = (
         predicted,
         None if predicted is None or classes is None else classes[predicted],
         None if confidence is None else round(confidence, 6),
@@ -131,7 +131,7 @@ def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, 
         int(cost) if cost is not None and cost.is_integer() else cost,
         answer.error,
     )
-    return dict(zip(FIELDS, (name, *said), strict=True))
+    return dict(zip(FIELDS, (name, *values), strict=True))
 
 
 def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) -> tuple[Iterator[str], int]:
@@ -141,6 +141,6 @@ def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) 
     for row in done:
         count += 1
         if (name := next(left, None)) != row["image"]:
-            other = "there are no more pictures" if name is None else f"picture {count} is {name}"
-            raise InputError(f"{path}: row {count} is of {row['image']}, but {other}: not the list it was made from")
+            other = "there are no more images" if name is None else f"image {count} is {name}"
+            raise InputError(f"{path}: row {count} is of {row['image']}, but {other}: the list of images has changed")
     return left, count

@@ -36,9 +36,9 @@ class Csv:
 
     def _line(self, values: Iterable[Any]) -> bytes:
         text = io.StringIO(newline="")
-        words = [str(value) for value in values]
-        quoted = any("\r" in word for word in words)  # which `csv` does not take for the end of a line by itself
-        csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(words)
+        cells = [str(value) for value in values]
+        quoted = any("\r" in cell for cell in cells)  # `csv` does not quote a carriage return by itself
+        csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerow(cells)
         return text.getvalue().encode(errors="surrogateescape")
 
     def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -84,14 +84,14 @@ class RowFile:
     def __init__(self, path: Path, format: Format, fields: Sequence[str], resume: bool = False) -> None:
         self.path, self._format, self._fields = path, format, fields
         exists = path.exists() and path.stat().st_size > 0
-        self._end = self._whole_size() if exists and resume else 0
+        self._end = self._complete_size() if exists and resume else 0
         self._file = path.open("r+b" if path.exists() else "xb", buffering=0)
         self._file.truncate(self._end)
         self._file.seek(self._end)
         if not self._end:
             self._write(format.header(fields))
 
-    def _whole_size(self) -> int:
+    def _complete_size(self) -> int:
         """Return the size of the complete rows in bytes."""
         with self.path.open("rb") as file:
             return sum(len(record) for record in self._format.complete_records(file))
@@ -106,16 +106,16 @@ class RowFile:
                 try:
                     yield self._format.read(record, self._fields)
                 except (ValueError, csv.Error):
-                    raise InputError(f"{self.path}: row {number} is not one of ours") from None
+                    raise InputError(f"{self.path}: row {number} was not written by exitwise predict") from None
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._write(b"".join(self._format.row({name: row[name] for name in self._fields}) for row in rows))
 
     def _write(self, data: bytes) -> None:
         try:
-            place = 0
-            while place < len(data):
-                place += self._file.write(data[place:]) or 0
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:]) or 0
         except BaseException as error:
             with suppress(OSError):
                 self._file.truncate(self._end)
