@@ -63,6 +63,7 @@ benchmark: $(VENV)/dev.ready
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready
+	$(BIN)/python docs/command_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The README's picture of the report.

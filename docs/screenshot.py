@@ -1,6 +1,6 @@
-"""Makes docs/report.png, the README's picture of the report, from the demo's page.
+"""Write docs/report.png, the README's screenshot of the report, from the demo's page.
 
-usage: screenshot.py [PAGE]    runs/demo/report.html unless told otherwise; needs Chromium and playwright
+usage: screenshot.py [PAGE]    default: runs/demo/report.html; needs Chromium and playwright
 """
 
 import shutil
@@ -16,6 +16,7 @@ OUT = Path(__file__).parent / "report.png"
 
 
 def main() -> None:
+    """Take the screenshot and write it with a small palette."""
     page = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo/report.html").resolve()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -24,8 +25,8 @@ def main() -> None:
         tab.wait_for_selector("html[data-ready=yes]", state="attached")
         shot = tab.screenshot()
         browser.close()
-    with Image.open(BytesIO(shot)) as picture:
-        picture.convert("RGB").quantize(128).save(OUT, optimize=True)
+    with Image.open(BytesIO(shot)) as image:
+        image.convert("RGB").quantize(128).save(OUT, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""What the reference is made of: every public name says what it is, and arrays are given with their shapes."""
+"""Docstrings: every public name has one, arrays have shapes, and the wording follows the style of the project."""
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
@@ -15,6 +18,11 @@ from exitwise.runtime.onnx import Session
 NAMED = {name: getattr(ew, name) for name in ew.__all__} | {"runtime.onnx.Session": Session}
 MEMBERS = (property, cached_property, classmethod, staticmethod)
 SHAPE = re.compile(r"\((?:K|S|c|m|n|p|p_k),[^)]*\)")
+
+SOURCES = sorted((ROOT / "src" / "exitwise").rglob("*.py"))
+NOUN_CLAUSE = re.compile(r"(?:What|How|Where|Who|Whether|When|Which|Of|By|At|The same)\b")
+AVOIDED = re.compile(r"\b(?:nobody|whoever|everyone|pictures?|data\s+sets?|dear(?:er|est)?)\b", flags=re.IGNORECASE)
+CODE = re.compile(r"`[^`]*`")  # identifiers keep their names
 
 
 def functions_of(module: Any) -> dict[str, Any]:
@@ -123,11 +131,11 @@ def test_what_takes_or_gives_arrays_says_their_shapes(name: str) -> None:
 
 def test_a_docstring_that_is_missing_is_seen() -> None:
     class Parent:
-        def told(self) -> None:
+        def documented(self) -> None:
             """It is."""
 
         def inherited(self) -> None:
-            """Not by who overrides it."""
+            """Its override has none."""
 
     @dataclass
     class Child(Parent):
@@ -136,18 +144,61 @@ def test_a_docstring_that_is_missing_is_seen() -> None:
         def inherited(self) -> None: ...
 
         @property
-        def untold(self) -> int:
+        def undocumented(self) -> int:
             return 0
 
         @classmethod
-        def made(cls) -> None: ...
+        def build(cls) -> None: ...
 
     seen = {name: has_docstring(each) for name, each in members_of(Child)}
     assert seen == {
         "Child.inherited": False,
-        "Child.untold": False,
-        "Child.made": False,
-        "Parent.told": True,
+        "Child.undocumented": False,
+        "Child.build": False,
+        "Parent.documented": True,
         "Parent.inherited": True,
     }
     assert not has_docstring(Child)
+
+
+# Wording
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of a module, its classes and its functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+
+
+def wording_faults(source: str) -> list[str]:
+    """Docstrings that begin with a question word or a fragment, and words to avoid, each with its line."""
+    faults = []
+    for line, text in docstrings(source):
+        if match := NOUN_CLAUSE.match(text):
+            faults.append(f"{line}: begins with {match[0]!r}: begin with a verb or with the thing returned")
+        faults += [f"{line}: {match[0]!r}" for match in AVOIDED.finditer(CODE.sub("", text))]
+    return faults
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT / "src").as_posix())
+def test_docstrings_follow_the_style(path: Path) -> None:
+    assert not wording_faults(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("What an exit returns.", 1),
+        ("The same for a stream.", 1),
+        ("Return the logits.", 0),
+        ("Whatever the net takes.", 0),
+        ("Read a data\n    set of pictures.", 2),
+        ("Return `Pictures`, the former name.", 0),
+        ("By name, the dearest policy.", 2),
+    ],
+)
+def test_faults_of_wording_are_found(text: str, faults: int) -> None:
+    assert len(wording_faults(f'def function():\n    """{text}"""\n')) == faults

@@ -42,7 +42,9 @@ def test_public_functions_describe_arguments_and_result_with_an_example(name: st
     if arguments:
         described = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, flags=re.MULTILINE)
         assert described, f"{name} has no section Args:"
-        missing = [each for each in arguments if not re.search(rf"^    \*?\*?{each}: ", described[1], flags=re.MULTILINE)]
+        missing = [
+            each for each in arguments if not re.search(rf"^    \*?\*?{each}: ", described[1], flags=re.MULTILINE)
+        ]
         assert not missing, f"{name} does not describe {missing}"
     if inspect.signature(function).return_annotation is not None:
         assert re.search(r"^Returns:$", text, flags=re.MULTILINE), f"{name} has no section Returns:"

@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import doctest
+import inspect
 import io
 import os
 import re
@@ -247,7 +249,8 @@ def parts_of_the_reference() -> dict[str, list[Block]]:
         starts = [
             (match.start(), match[1]) for match in re.finditer(r"^::: exitwise\.(\S+)$", text, flags=re.MULTILINE)
         ]
-        for (start, name), (end, _) in zip(starts, [*starts[1:], (len(text), "")], strict=True):
+        ends = [start for start, _ in starts[1:]] + [len(text)] * bool(starts)
+        for (start, name), end in zip(starts, ends, strict=True):
             assert name not in found, f"{name} is there twice"
             found[name] = [block for block in blocks(page, text[start:end]) if block.kind == "python"]
     return found
@@ -262,18 +265,39 @@ def used(code: str) -> set[str]:
     return found
 
 
+def docstring_example(value: Any) -> str:
+    """The code of the doctests in the docstring of a function, class or module; constants have none."""
+    if not (inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)):
+        return ""
+    return "".join(example.source for example in doctest.DocTestParser().get_examples(inspect.getdoc(value) or ""))
+
+
 @pytest.mark.parametrize("name", sorted(ew.__all__))
 def test_every_public_name_is_in_the_reference_with_an_example_that_uses_it(name: str) -> None:
+    """In a block of its page or in its docstring, which the page shows."""
     parts = parts_of_the_reference()
     assert name in parts, f"docs/reference has no `::: exitwise.{name}`"
     code = "\n".join(block.code for block in parts[name])
-    assert name in {dotted.split(".")[0] for dotted in used(code)}, f"the example of ew.{name} does not use it"
+    examples = used(code) | used(docstring_example(getattr(ew, name)))
+    assert name in {dotted.split(".")[0] for dotted in examples}, f"no example of ew.{name} uses it"
     if name in MODULES:
         module = getattr(ew, name)
         functions = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
         for member in getattr(module, "__all__", functions):
-            if not member.startswith("_"):
-                assert f"{name}.{member}" in used(code), f"the example of ew.{name} does not use its {member}"
+            value = getattr(module, member)
+            if not member.startswith("_") and getattr(value, "__name__", member) == member:  # not a former name
+                examples = used(code) | used(docstring_example(value))
+                assert f"{name}.{member}" in examples, f"no example of ew.{name} uses its {member}"
+
+
+@pytest.mark.parametrize("name", sorted(ew.__all__))
+def test_a_page_of_the_reference_does_not_repeat_the_example_of_a_docstring(name: str) -> None:
+    code = "\n".join(block.code for block in parts_of_the_reference()[name])
+    page = {ast.unparse(statement) for statement in ast.parse(code).body}
+    for statement in ast.parse(docstring_example(getattr(ew, name))).body:
+        if isinstance(statement, ast.Expr):  # what an example shows; assignments and imports prepare it
+            shown = ast.unparse(statement)
+            assert shown not in page | {each.removeprefix("print(").removesuffix(")") for each in page}, shown
 
 
 def test_the_reference_names_nothing_else() -> None:
@@ -347,7 +371,7 @@ def test_the_reference_has_every_name_with_its_signature_and_members(site: Path)
         "Trace.hold_out",
         "Policy.exits",
         "Classifier.stream",
-        "metrics.ece",
+        "evaluation.metrics.ece",
         "models.msdnet.msdnet",
     ]:
         assert f'id="exitwise.{name}"' in html, name
