@@ -12,6 +12,7 @@ from PIL import Image
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS
+from exitwise.report.build import ReportOptions, build_report
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
@@ -124,3 +125,18 @@ class TestFile:
         done = exitwise("export", run, tmp_path / "bundle")
         assert done.status == 2
         assert "is of another net" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--method", "T_opt", "--score", "margin"), ("--certify", "0.2")])
+def test_the_report_shows_the_chosen_policy_at_its_budget(
+    run: Path, exitwise: Command, options: tuple[str, ...]
+) -> None:
+    assert exitwise("evaluate", run, "--budget", "60%", *options).status == 0
+    chosen = Run(run).chosen()
+    assert chosen is not None
+    report = build_report(Run(run), ReportOptions())
+    explorer = report.data["explorers"][0]
+    step = explorer["steps"][explorer["chosen"]]
+    assert step["budget"] == pytest.approx(chosen.policy.budget)
+    assert step["ours"]["thresholds"] == chosen.policy.to_dict()["thresholds"]

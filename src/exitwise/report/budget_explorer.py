@@ -1,6 +1,7 @@
 """The vanilla and the calibrated model at every budget: the data behind the page's slider. NumPy only."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,32 @@ def budget_grid(costs: Costs, chosen: float) -> list[float]:
 
 
 def explore_budgets(
-    vanilla: EvaluatedModel, ours: EvaluatedModel, costs: Costs, chosen: float, bootstrap: Bootstrap, points: Array
+    vanilla: EvaluatedModel,
+    ours: EvaluatedModel,
+    costs: Costs,
+    chosen: float,
+    bootstrap: Bootstrap,
+    points: Array,
+    policy: Policy | None = None,
 ) -> dict[str, Any]:
-    """Evaluate both models at every budget, with bootstrap intervals, and list the exits of the samples `points`."""
+    """Evaluate both models at every budget, with bootstrap intervals, and list the exits of the samples `points`.
+
+    Args:
+        vanilla: The net without calibration.
+        ours: The calibrated net.
+        costs: Costs of the exits, in the unit of the budgets.
+        chosen: Budget that the page opens at.
+        bootstrap: Resamples of the test samples.
+        points: Positions of the samples that the page shows.
+        policy: Policy of the run's chosen classifier. Its strategy and score apply at every budget, and at its own
+            budget it is shown itself.
+    """
     budgets = budget_grid(costs, chosen)
-    sweeps = {"vanilla": _BudgetSweep(vanilla, costs, budgets), "ours": _BudgetSweep(ours, costs, budgets)}
+    options = PolicyOptions() if policy is None else replace(PolicyOptions.of(policy), certificate=None)
+    sweeps = {
+        "vanilla": _BudgetSweep(vanilla, costs, budgets, options.for_baseline(vanilla.splits.calibration.method)),
+        "ours": _BudgetSweep(ours, costs, budgets, options, policy),
+    }
     steps = []
     for i, budget in enumerate(budgets):
         resampled = {name: bootstrap.resampled_metrics(sweep.columns(i)) for name, sweep in sweeps.items()}
@@ -59,9 +81,21 @@ def explore_budgets(
 class _BudgetSweep:
     """One model at every budget."""
 
-    def __init__(self, model: EvaluatedModel, costs: Costs, budgets: Sequence[float]) -> None:
+    def __init__(
+        self,
+        model: EvaluatedModel,
+        costs: Costs,
+        budgets: Sequence[float],
+        options: PolicyOptions,
+        chosen: Policy | None = None,
+    ) -> None:
         self.model = model
-        self.policies = [model.splits.fit_policy(costs, budget, PolicyOptions()) for budget in budgets]
+        self.policies = [
+            chosen
+            if chosen is not None and (chosen.budget, chosen.unit) == (budget, costs.unit)
+            else model.splits.fit_policy(costs, budget, options)
+            for budget in budgets
+        ]
         self.exits = [policy.exits(model.preds) for policy in self.policies]
         self.evaluations = [model.per_sample.evaluation(exits, costs) for exits in self.exits]
         self._costs = np.asarray(costs.values)

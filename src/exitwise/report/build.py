@@ -26,7 +26,14 @@ from exitwise.report.budget_explorer import budget_grid, explore_budgets
 from exitwise.report.evaluated_model import EvaluatedModel
 from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
 from exitwise.report.provenance import net_provenance, page_provenance, report_provenance
-from exitwise.runs.policies import CalibratedSplits, PolicyOptions, tuner_with_settings
+from exitwise.runs.chosen import ChosenClassifier
+from exitwise.runs.policies import (
+    CalibratedSplits,
+    PolicyOptions,
+    certificate_from,
+    split_trace,
+    tuner_with_settings,
+)
 from exitwise.runs.run import Run
 from exitwise.training.history import History
 
@@ -90,16 +97,19 @@ def build_report(
     progress("calibrating with twelve methods")
     if paper_tables is None:
         paper_tables = make_paper_tables(trace, tuner, calibrations=_load_matching_calibrations(saved, run, trace))
-    calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
-    vanilla, ours = (
-        EvaluatedModel.of(CalibratedSplits(cal, trace.val, None), trace.test)
-        for cal in (paper_tables.calibrations[VANILLA], calibration)
-    )
+    vanilla = EvaluatedModel.of(CalibratedSplits(paper_tables.calibrations[VANILLA], trace.val, None), trace.test)
+    chosen = _matching_choice(run, method)
+    if chosen is None:
+        calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
+        ours = EvaluatedModel.of(CalibratedSplits(calibration, trace.val, None), trace.test)
+    else:
+        ours = EvaluatedModel.of(CalibratedSplits(chosen.calibration, _tuning_samples(trace, chosen), None), trace.test)
+    chosen_policy = None if chosen is None else chosen.policy
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
-    for costs, chosen in budgets:
+    for costs, budget in budgets:
         progress(f"fitting thresholds for budgets in {costs.unit}")
-        explorers.append(explore_budgets(vanilla, ours, costs, chosen, bootstrap, points))
+        explorers.append(explore_budgets(vanilla, ours, costs, budget, bootstrap, points, chosen_policy))
     preset = trace.preset or ""
     data = {
         "format": FORMAT,
@@ -143,7 +153,7 @@ def build_report(
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
         "training": _training_history(run),
         "guarantee": _describe_run_guarantee(run),
-        "provenance": report_provenance(run, trace, ours.splits.calibration, options.command),
+        "provenance": report_provenance(run, trace, ours.splits.calibration, options.command, chosen_policy),
     }
     return Report(to_jsonable(data), sheet)
 
@@ -191,6 +201,18 @@ def _load_matching_calibrations(saved: Calibration | None, run: Run, trace: Trac
             if cal is not None and (cal.mode, cal.settings) == (saved.mode, saved.settings)
         },
     }
+
+
+def _matching_choice(run: Run, method: Method) -> ChosenClassifier | None:
+    """Return the run's chosen classifier if it is of this method."""
+    chosen = run.chosen()
+    return chosen if chosen is not None and chosen.calibration.method == method else None
+
+
+def _tuning_samples(trace: Trace, chosen: ChosenClassifier) -> Split:
+    """Return the validation samples that the chosen policy was fitted on: without the held-out samples, if any."""
+    certificate = certificate_from(chosen.policy.guarantee)
+    return trace.val if certificate is None else split_trace(trace, certificate)[0].val
 
 
 def _dataset_name(run: Run) -> str:

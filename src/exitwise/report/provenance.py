@@ -8,6 +8,7 @@ from typing import Any
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.trace import Trace
 from exitwise.evaluation.bootstrap import LEVEL
+from exitwise.policies.policy import Policy
 from exitwise.runs.run import Run, versions
 
 Pairs = list[tuple[str, str]]
@@ -43,11 +44,14 @@ def page_provenance(command: str) -> Pairs:
     return [*pairs, *([("command", command)] if command else [])]
 
 
-def report_provenance(run: Run, trace: Trace, calibration: Calibration, command: str) -> Pairs:
+def report_provenance(
+    run: Run, trace: Trace, calibration: Calibration, command: str, policy: Policy | None = None
+) -> Pairs:
     """Describe everything that is needed to reproduce the report."""
     sizes = f"{len(trace.val):,} validation, {len(trace.test or ()):,} test"
     temperatures = ", ".join(f"{t:.4g}" for t in calibration.temperatures)
     settings = {"draws" if key == "samples" else key: value for key, value in calibration.settings.items()}
+    fit = "`auto`" if policy is None else f"`{policy.strategy}` on the score {policy.score}"
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
     return [
         *net_provenance(run),
@@ -55,14 +59,14 @@ def report_provenance(run: Run, trace: Trace, calibration: Calibration, command:
         ("calibration", _join_settings({"mode": calibration.mode, **settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),
-        ("thresholds", "fitted with `auto` on the validation split for every budget; evaluated on the test split"),
+        ("thresholds", f"fitted with {fit} on the validation split for every budget; evaluated on the test split"),
         ("intervals", f"{LEVEL:.0%} bootstrap intervals, 1,000 resamples of the test samples, seed 0"),
         *page_provenance(command),
-        ("reproduce with", "\n".join(_list_commands(run, calibration))),
+        ("reproduce with", "\n".join(_list_commands(run, calibration, policy))),
     ]
 
 
-def _list_commands(run: Run, calibration: Calibration) -> Iterator[str]:
+def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) -> Iterator[str]:
     """Yield the commands from training to the report, as far as the run's metadata records them."""
     directory = shlex.quote(run.name)
     data, training = run.metadata["data"], run.metadata.get("training")
@@ -92,7 +96,24 @@ def _list_commands(run: Run, calibration: Calibration) -> Iterator[str]:
     settings = {key: calibration.settings.get(key) for key in ("samples", "seed", "search")}
     method = calibration.method.name
     yield f"exitwise calibrate {directory} {_format_options({'method': method, 'mode': calibration.mode, **settings})}"
+    if policy is not None and policy.budget is not None:
+        yield f"exitwise evaluate {directory} {_format_options(_evaluate_options(method, policy))}"
     yield f"exitwise report {directory} {_format_options({'method': method})}"
+
+
+def _evaluate_options(method: str, policy: Policy) -> dict[str, Any]:
+    """Return the options of `exitwise evaluate` that choose this policy."""
+    guarantee = policy.guarantee
+    return {
+        "budget": f"{policy.budget!r}{'ms' if policy.unit == 'ms' else ''}",
+        "method": method,
+        "score": policy.score,
+        "strategy": policy.strategy,
+        "objective": None if policy.fit is None else policy.fit.objective,
+        "certify": None if guarantee is None else guarantee.budget_delta,
+        "max-loss": None if guarantee is None else guarantee.epsilon,
+        "risk": None if guarantee is None else guarantee.risk,
+    }
 
 
 def _format_options(values: Mapping[str, Any]) -> str:
