@@ -48,7 +48,7 @@ test-pythons:
 # Build the wheel, and try it in an empty environment without the checkout.
 wheel: $(VENV)/dev.ready
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	EXITWISE_WHEELS=dist $(BIN)/python -m pytest tests/test_wheel.py
+	EXITWISE_WHEELS=dist $(BIN)/python -m pytest tests/packaging/test_wheel.py
 
 # Alone on the machine: about an hour.
 benchmark: $(VENV)/dev.ready

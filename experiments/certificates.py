@@ -167,7 +167,7 @@ class Synthetic:
 
 SYNTHETIC = {
     "even": Synthetic((1.0, 2.0, 3.0, 4.0), (0.7, 0.6, 0.5, -np.inf), (0.6, 0.65, 0.7, 0.75)),
-    "a rare, dear exit": Synthetic((1.0, 1.1, 100.0), (0.3, 0.1, -np.inf), (0.6, 0.8, 0.95)),
+    "a rare, expensive exit": Synthetic((1.0, 1.1, 100.0), (0.3, 0.1, -np.inf), (0.6, 0.8, 0.95)),
     "nearly all go to the end": Synthetic((1.0, 5.0, 6.0), (0.99, 0.97, -np.inf), (0.5, 0.7, 0.72)),
 }
 

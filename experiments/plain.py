@@ -123,7 +123,7 @@ def table(found: dict[str, Any]) -> list[str]:
     rows = []
     for name, each in found.items():
         top1, nlpd, ece = (each["plain"][metric] for metric in ("top1", "nlpd", "ece"))
-        rows.append(f"| {name} | the plain network | | {100 * top1:.2f} | | {nlpd:.3f} | {ece:.3f} |")
+        rows.append(f"| {name} | the original network | | {100 * top1:.2f} | | {nlpd:.3f} | {ece:.3f} |")
         for method in METHODS:
             its = each[method]
             low, high = (100 * end for end in its["top1_change_interval"])

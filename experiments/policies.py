@@ -64,7 +64,7 @@ def summary(rows: Iterable[PolicyRow]) -> dict[str, Any]:
 
 
 def reach(trace: ew.Trace, calibration: ew.Calibration) -> dict[str, float]:
-    """How much of the range of costs the public rule's 39 policies leave out on validation data."""
+    """Share of the range of costs that the 39 policies of the paper's sweep leave out on validation data."""
     low, high = trace.costs.values[0], trace.costs.values[-1]
     costs = sorted(policy.cost or 0.0 for policy in ew.sweep(calibration.predict(trace.val), costs=trace.costs))
     gaps = np.diff([low, *costs, high]) / (high - low)
@@ -105,7 +105,7 @@ def main(draws: int) -> None:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Markdown, by name."""
-    words = {"public": "public rule", "label_free": "label-free"}
+    words = {"public": "paper's sweep", "label_free": "label-free"}
 
     def strategies(method: str) -> list[str]:
         lines = []
@@ -128,7 +128,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         return lines
 
     head = (
-        "| {} | cost, val | cost, test | overruns | top-1 | NLPD | ECE | vs public | range | better / worse |\n"
+        "| {} | cost, val | cost, test | overruns | top-1 | NLPD | ECE | vs sweep | range | better / worse |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     free = ["| method | ECE | optimized | label-free | difference |", "|---|---|---|---|---|"]
@@ -154,7 +154,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         rules.append(f"| {score} | {' | '.join(cells)} |")
     return {
         "vanilla": "\n".join([head.format("vanilla"), *strategies(VANILLA)]),
-        "ours": "\n".join([head.format("the whole method"), *strategies(OURS)]),
+        "ours": "\n".join([head.format("the full method"), *strategies(OURS)]),
         "label_free": "\n".join(free),
         "scores": "\n".join(rules),
     }

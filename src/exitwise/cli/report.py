@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from exitwise.calibration.methods import get_method
+from exitwise.calibration.methods import VANILLA, get_method
 from exitwise.cli.options import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
@@ -78,6 +78,9 @@ def report(
         costs = costs_in_budget_unit(budget, opened, opened.trace())
         amount, unit = parse_budget(budget, costs), costs.unit
         costs.check_budget(amount)
+    chosen = opened.chosen()
+    if chosen is not None and method is None and chosen.calibration.method.name != VANILLA:
+        chosen.announce()
     options = ReportOptions(method, amount, unit, root, tuple(against or ()), command)
     with spinner("Reading the run") as update:
         content = build_report(opened, options, progress=update)

@@ -33,10 +33,10 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
     net = load_run_net(run, function)
     chosen = run.chosen()
     if chosen is not None and options == ClassifierOptions():
-        _print_choice("as evaluated", chosen)
+        chosen.announce()
     else:
         chosen = _fit_classifier(run, options, chosen)
-        _print_choice("fitted now", chosen)
+        chosen.announce("fitted now")
     return Classifier(
         net,
         chosen.calibration,
@@ -44,10 +44,6 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
         classes=chosen.classes,
         preprocessing=run_preprocessing(run),
     )
-
-
-def _print_choice(origin: str, chosen: ChosenClassifier) -> None:
-    print(f"exitwise: {chosen.describe()} ({origin})", file=sys.stderr)
 
 
 def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifier | None) -> ChosenClassifier:
