@@ -1,4 +1,4 @@
-"""Small classifiers, and what the simulation says of them."""
+"""Small classifiers, and the simulated results for them."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def pictures(n: int, shape: tuple[int, ...], classes: int, seed: int) -> tuple[T
 
 
 def fitted(net: ew.MultiExitNet, images: Callable[[int, int], tuple[Any, Tensor]], **collecting: Any) -> ew.Trace:
-    """Give a net last layers that fit its features, and its BatchNorms something to do; `images` of a number and seed.
+    """Fit the last layers of a net to its features, and give its BatchNorms statistics; `images(n, seed)` makes inputs.
 
     An untrained net says nearly the same of every picture, and no threshold would tell them apart.
     """
@@ -95,7 +95,7 @@ def tiny() -> tuple[ew.MultiExitNet, ew.Trace]:
 
 @cache
 def calibrated(method: str = OURS, mode: Any = "paper") -> ew.Calibration:
-    """Of the tiny net."""
+    """Calibration of the tiny net."""
     return ew.calibrate(_tiny()[1], method, samples=20, mode=mode)
 
 
@@ -109,7 +109,7 @@ def simulated(net: ew.MultiExitNet, calibration: ew.Calibration, images: Any) ->
 
 
 def random_policy(preds: Predictions, seed: int, score: str = "confidence", **more: Any) -> ew.Policy:
-    """Thresholds anywhere among the scores; now and then one that nobody passes, or everyone."""
+    """Random thresholds among the scores; sometimes one that no sample reaches, or all samples do."""
     rng = np.random.default_rng(seed)
     table = exit_scores(preds, score)
     drawn = [float(np.quantile(row, rng.uniform())) for row in table[:-1]]
@@ -125,7 +125,7 @@ def middle_policy(calibration: ew.Calibration, score: str = "confidence") -> ew.
 
 
 def classifier(method: str = OURS, score: str = "confidence", **options: Any) -> ew.Classifier:
-    """Of the tiny net, with samples leaving everywhere. Counting costs takes longer than all else: they are given."""
+    """A classifier of the tiny net; samples exit everywhere. Costs are given, because counting them is slow."""
     options = {"costs": _tiny()[1].costs} | options
     return ew.Classifier(tiny()[0], calibrated(method), middle_policy(calibrated(method), score), **options)
 
@@ -151,7 +151,7 @@ def assert_as_simulated(policy: ew.Policy, preds: Predictions, exits: Any, probs
 
 
 def refused(call: Callable[[], Any], *words: str) -> str:
-    """The error is ours, is one line and says these words."""
+    """Check that the error is an InputError of one line that contains these words."""
     with pytest.raises(ew.InputError) as error:
         call()
     message = str(error.value)
@@ -193,7 +193,7 @@ def nested_net() -> ew.MultiExitNet:
 
 
 def own_classifier(net: ew.MultiExitNet, shape: tuple[int, ...], seed: int = 0) -> tuple[ew.Classifier, Tensor]:
-    """A classifier of any net of vectors or pictures, and images for it."""
+    """A classifier of any net of vectors or images, and inputs for it."""
     costs = range(1, 1 + len(net.stages))
     trace = fitted(net, of_shape(shape, net.num_classes), costs=costs)
     calibration = ew.calibrate(trace, OURS, samples=20)

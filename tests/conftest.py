@@ -1,4 +1,4 @@
-"""What every test shares: seeds, threads, the command, the shipped net; and the line that says what was left out."""
+"""Shared by all tests: seeds, threads, the command, the shipped net, and the line on tests that were left out."""
 
 import os
 import random
@@ -121,7 +121,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Material beside the checkout that the repository does not hold: real pictures."""
+    """Material beside the checkout that the repository does not hold: real images."""
     if not SHARED.is_dir():
         pytest.skip(f"needs the shared material beside the checkout, and {SHARED.name}/ is not there")
     return SHARED

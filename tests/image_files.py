@@ -10,7 +10,7 @@ from exitwise.data import ImageSet
 
 
 def write_cifar(root: Path, train: int = 40, test: int = 12, seed: int = 0) -> np.ndarray:
-    """Random pictures in the official layout; the train records."""
+    """Write random images in the official layout; return the train records."""
     folder = root / "cifar-100-binary"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -26,14 +26,14 @@ def write_cifar(root: Path, train: int = 40, test: int = 12, seed: int = 0) -> n
 
 
 def image_set(n: int, channels: int = 3, side: int = 6) -> ImageSet:
-    """Random pictures; a label is the picture's position, so that it can be followed."""
+    """Random images; a label is the image's position, so that it can be followed."""
     pixels = np.random.default_rng(n).integers(0, 256, (n, channels, side, side), dtype=np.uint8)
     statistics = (0.4, 0.5, 0.6)[:channels], (0.2, 0.3, 0.25)[:channels]
     return ImageSet(torch.from_numpy(pixels), torch.arange(n), torch.arange(n), ("a", "b"), *statistics)
 
 
 def picture(path: Path, width: int = 12, height: int = 9, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """A random picture, saved where its suffix says how."""
+    """Save a random image in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, width, height])
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)

@@ -32,7 +32,7 @@ def public_counts(p: int, exits: int, samples: int) -> list[int]:
 
 
 def public_rule(scores: Rows, p: int) -> tuple[list[float], list[int]]:
-    """The public rule: thresholds (K,) from scores (K, n), and the exit of each sample."""
+    """The paper's sweep: thresholds (K,) from scores (K, n), and the exit of each sample."""
     exits, samples = len(scores), len(scores[0])
     counts = public_counts(p, exits, samples)
     thresholds: list[float] = []
@@ -157,7 +157,7 @@ def evaluate_one_by_one(
 
 
 def product_of_experts(probs: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """(K, n, c): at every exit, all that was said so far multiplied, each to the power of its share of the weights."""
+    """Product (K, n, c) of the predictions up to each exit, each to the power of its share of the weights."""
     pooled = np.empty(probs.shape)
     for k, i in np.ndindex(*probs.shape[:2]):
         total = sum(weights[: k + 1])

@@ -283,7 +283,7 @@ def test_the_commands_on_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_commands_that_show_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command) -> None:
-    """As shown, on small runs; real pictures are for other tests."""
+    """As shown, on small runs; other tests use real images."""
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "digits", "other"):
         place = new_run(tmp_path / "runs" / name, random_trace(n=120), {"recipe": {"epochs": 1}})

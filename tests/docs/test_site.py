@@ -122,7 +122,7 @@ def test_printed_text_is_compared() -> None:
 
 @pytest.mark.slow
 def test_figures_in_the_guide_to_the_report_are_those_of_the_demo() -> None:
-    """What the page says of the demo at half of its cost, from the library."""
+    """The page's numbers on the demo at half of its cost, from the library."""
     page = " ".join((DOCS / "guides" / "report.md").read_text(encoding="utf-8").split())
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     assert trace.test is not None

@@ -97,7 +97,7 @@ def test_blur_is_scipys(corruptions: ModuleType) -> None:
 
 
 def tiny_net() -> ew.MultiExitNet:
-    """Two exits on pictures of 3 x 8 x 8, random and too sure of itself."""
+    """Two exits on images of 3 x 8 x 8, random and overconfident."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
@@ -109,7 +109,7 @@ def tiny_net() -> ew.MultiExitNet:
 
 
 class Half:
-    """Stands for the data set's statistics."""
+    """Stand-in for the dataset's statistics."""
 
     mean, std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
@@ -146,7 +146,7 @@ def test_the_attack_lowers_confidence_within_its_bounds(drift: ModuleType, metho
 
 
 def test_when_a_stream_has_settled(drift: ModuleType) -> None:
-    """By a plain loop over batches."""
+    """Computed with a plain loop over batches."""
     generator = np.random.default_rng(0)
     cost = 1 + 0.06 * generator.standard_normal(3 * drift.BATCHES)
     cost[drift.BATCHES : drift.BATCHES + 6] += 0.5

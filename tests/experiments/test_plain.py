@@ -37,7 +37,7 @@ def with_exits(module: ew.MultiExitNet, splits: Any) -> tuple[ew.MultiExitNet, e
 
 
 def check(plain: ModuleType, module: ew.MultiExitNet, splits: Any, loss: float) -> dict[str, Any]:
-    """What the experiment measures; the runtime leaves where that says, and pays what it says."""
+    """The runtime has the exits and the costs that the experiment measures."""
     net, trace = with_exits(module, splits)
     found: dict[str, Any] = plain.measure(module, net, trace, splits.train.shape, loss)
     costs, cal = plain.costs_of(net, splits.train.shape)[OURS], ew.calibrate(trace)
@@ -67,7 +67,7 @@ def test_digits(plain: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Fashion-MNIST: apt-get install dataset-fashion-mnist")
 def test_fashion_mnist(plain: ModuleType) -> None:
-    """From the plain net that the experiment trained, on a part of the pictures that it has seen, and of others."""
+    """Start from the net that the experiment trained, on some of its training images and some others."""
     module = ew.load_net(plain.WEIGHTS)
     train, test = data.load("fashion-mnist")
     assert test is not None

@@ -33,7 +33,7 @@ STRATEGIES = ["public", "geometric", "optimized", "label_free", "auto", "certifi
 
 class TestBootstrap:
     def test_every_draw_has_as_many_samples_as_there_are(self) -> None:
-        """Of one column for each sample the means are its share of the draw."""
+        """The means of one column per sample are its share of the resample."""
         shares = Bootstrap(12, 3000).resampled_means(np.eye(12)) * 12
         assert shares == pytest.approx(np.rint(shares), abs=1e-5)
         assert shares.sum(axis=1) == pytest.approx(12)
@@ -90,7 +90,7 @@ class TestBootstrap:
 
 
 def small_trace(n: int = 240, exits: int = 3) -> ew.Trace:
-    """With positions in a data set, in no order."""
+    """With positions in a dataset, unordered."""
     trace = random_trace(n=n, widths=(6, 7, 9)[:exits])
     index = torch.randperm(1000, generator=torch.Generator().manual_seed(5))[:n]
     return replace(trace, val=replace(trace.val, index=index))
@@ -107,7 +107,7 @@ def make_run(place: Path, trace: ew.Trace) -> Path:
 def compare(
     place: Path, trace: ew.Trace, *methods: str, shares: Sequence[float] = (0.4, 0.7), **options: Any
 ) -> PolicyTable:
-    """What the command does, for budgets in shares of the last exit's cost."""
+    """Compare as the command does, for budgets in shares of the last exit's cost."""
     amounts = tuple(share * trace.costs.values[-1] for share in shares)
     chosen = tuple(get_method(name) for name in methods)
     return Comparison(amounts, chosen, **{"repeats": 50, **options}).run(Run(place), trace, trace.costs)
@@ -115,7 +115,7 @@ def compare(
 
 @cache
 def _tuned(trace: ew.Trace, method: str, certified: bool) -> tuple[ew.Trace, ew.Split | None, ew.Calibration]:
-    """What the thresholds may see, what certifies them, and the calibration."""
+    """Tuning samples, held-out samples, and the calibration."""
     tune, hold = trace.hold_out(0.5, seed=0) if certified else (trace, None)
     return tune, hold, ew.calibrate(tune, method)
 
@@ -216,7 +216,7 @@ class TestRows:
         assert max(map(abs, gains)) > 0.005  # or nothing would be compared
 
     def test_intervals_are_about_their_numbers(self, place: Path, trace: ew.Trace) -> None:
-        """Those of means are as wide as their standard error says; with 2000 draws to a few percent."""
+        """Intervals of means have the width of their standard error; with 2000 resamples to a few percent."""
         assert trace.test is not None
         wide = 2 * NormalDist().inv_cdf(0.975)
         for row in compare(place, trace, OURS, shares=(0.5,), repeats=2000):
@@ -425,7 +425,7 @@ class TestCommand:
 
 @pytest.fixture(scope="module")
 def zoo_rows(tmp_path_factory: pytest.TempPathFactory) -> list[PolicyRow]:
-    """Of twenty budgets."""
+    """Comparison at twenty budgets."""
     run = Run(zoo_run(tmp_path_factory.mktemp("zoo") / "run"))
     trace = run.trace()
     methods = tuple(get_method(name) for name in (VANILLA, OURS))

@@ -266,7 +266,7 @@ class TestEvaluated:
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 640 pictures of nothing, which the tiny net has never seen the like of."""
+    """A folder of 640 noise images, unlike the training images of the tiny net."""
     place = tmp_path_factory.mktemp("noise")
     pixels = np.random.default_rng(0).integers(0, 256, (640, 8, 8), dtype=np.uint8)
     for number, picture in enumerate(pixels):

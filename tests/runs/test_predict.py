@@ -1,4 +1,4 @@
-"""`exitwise predict`: pictures to rows, as real processes meet them."""
+"""`exitwise predict`: images to rows, in real processes."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty pictures, in two folders."""
+    """Forty images, in two folders."""
     place = tmp_path_factory.mktemp("pictures")
     (place / "b").mkdir()
     for number in range(40):
@@ -126,7 +126,7 @@ class TestRows:
 
 
 class TestPictures:
-    """What a file may hold."""
+    """Contents of files."""
 
     @pytest.mark.parametrize(
         ("make", "problem"),
@@ -181,7 +181,7 @@ class TestPictures:
     def test_a_net_that_overflows_says_so_in_the_row(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command
     ) -> None:
-        """The same net with a first layer so large that float32 cannot hold what comes of it for bright pictures."""
+        """The net with a first layer so large that bright images overflow float32."""
         broken = tmp_path / "run"
         shutil.copytree(run, broken)
         net = ew.load_net(broken / "net.safetensors")
@@ -197,7 +197,7 @@ class TestPictures:
 
     @pytest.mark.slow
     def test_pictures_of_one_channel(self, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A run on digits reads a picture file as it reads the data set: gray, 8 x 8."""
+        """A run on digits reads an image file like its dataset: gray, 8 x 8."""
         monkeypatch.chdir(tmp_path)
         exitwise("train", "--data", "digits", "--out", "run", "--epochs", 2)
         exitwise("collect", "run")
@@ -218,13 +218,13 @@ class TestPictures:
 
 @pytest.fixture(scope="module")
 def names(folder: Path) -> bytes:
-    """A list of twelve hundred pictures."""
+    """A list of twelve hundred images."""
     return "".join(f"{file}\n" for file in sorted(folder.rglob("*.png")) * 30).encode()
 
 
 @pytest.fixture(scope="module")
 def whole(run: Path, names: bytes, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What comes out for them when nothing happens."""
+    """The rows of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "p.csv"
     subprocess.run(order(run, out), input=names, env=ENVIRONMENT, check=True, capture_output=True)
     return out.read_bytes()
@@ -235,10 +235,10 @@ def order(run: Path, out: Path, *more: str) -> list[str]:
 
 
 class TestFaults:
-    """What may happen on the way."""
+    """Interruptions."""
 
     def same(self, found: bytes, whole: bytes) -> None:
-        """Rows of the same pictures with the same answers; probabilities may differ in the last digits."""
+        """Check for rows of the same images with the same answers; probabilities may differ in the last digits."""
         mine, theirs = ([line.split(b",") for line in data.splitlines()] for data in (found, whole))
         assert [row[0] for row in mine] == [row[0] for row in theirs]
         assert sum(a[:3] + a[4:] != b[:3] + b[4:] for a, b in zip(mine, theirs, strict=True)) <= 2

@@ -42,23 +42,25 @@ def list_images(arguments: Sequence[str]) -> ImageList:
     if "-" in arguments:
         if len(arguments) > 1:
             raise InputError("- reads the list of images from stdin and cannot be combined with other names")
-        return ImageList(_lines(), None)
-    names = [name for argument in arguments for name in (_inside(argument) if Path(argument).is_dir() else [argument])]
+        return ImageList(_read_stdin_names(), None)
+    names = [
+        name for argument in arguments for name in (_list_folder(argument) if Path(argument).is_dir() else [argument])
+    ]
     return ImageList(names, len(names))
 
 
-def _lines() -> Iterator[str]:
+def _read_stdin_names() -> Iterator[str]:
     for line in sys.stdin.buffer:
         if name := os.fsdecode(line.rstrip(b"\r\n")):
             yield name
 
 
-def _inside(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     """List the images in a folder and its subfolders, sorted by name."""
-    found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    if not found:
+    images = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not images:
         raise InputError(f"{folder} holds no images")
-    return [str(path) for path in found]
+    return [str(path) for path in images]
 
 
 def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError:
@@ -136,11 +138,11 @@ def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, 
 
 def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) -> tuple[Iterator[str], int]:
     """Return the names without a row and the number of rows; the rows must match the first names."""
-    left = iter(names)
+    remaining = iter(names)
     count = 0
     for row in done:
         count += 1
-        if (name := next(left, None)) != row["image"]:
-            other = "there are no more images" if name is None else f"image {count} is {name}"
-            raise InputError(f"{path}: row {count} is of {row['image']}, but {other}: the list of images has changed")
-    return left, count
+        if (name := next(remaining, None)) != row["image"]:
+            current = "there are no more images" if name is None else f"image {count} is {name}"
+            raise InputError(f"{path}: row {count} is of {row['image']}, but {current}: the list of images has changed")
+    return remaining, count

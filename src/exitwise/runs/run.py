@@ -40,8 +40,8 @@ class Run:
             raise InputError(f"{self.directory} is not a run: it has no run.json")
         self.metadata = read_json(self.directory / "run.json")
         if self.metadata.get("format") != FORMAT or self.metadata.get("version") != VERSION:
-            found = f"{self.metadata.get('format')!r} version {self.metadata.get('version')!r}"
-            raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {found}")
+            actual = f"{self.metadata.get('format')!r} version {self.metadata.get('version')!r}"
+            raise InputError(f"{self.directory / 'run.json'} must be {FORMAT} version {VERSION}, but is {actual}")
         data = self.metadata.get("data")
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             raise InputError(f"{self.directory / 'run.json'} must name its dataset, but holds {data!r}")
@@ -75,10 +75,10 @@ class Run:
 
     def training(self) -> dict[str, Any]:
         """Return the entry `training` of run.json."""
-        found = self.metadata.get("training")
-        if not isinstance(found, dict):
+        training = self.metadata.get("training")
+        if not isinstance(training, dict):
             raise InputError(f"{self.directory} was not made by training: there is nothing to resume")
-        return found
+        return training
 
     def trace(self) -> Trace:
         if not self.trace_file.is_file():
@@ -130,8 +130,10 @@ class Run:
     def measured_costs(self) -> Costs:
         """Return the cumulative milliseconds up to each exit that `exitwise bench` measured."""
         if not self.bench_file.is_file():
-            place = self.directory
-            raise InputError(f"{place} has no times yet: run `exitwise bench {place}` on the machine that it is for")
+            raise InputError(
+                f"{self.directory} has no times yet: "
+                f"run `exitwise bench {self.directory}` on the machine that it is for"
+            )
         try:
             return Costs(tuple(read_json(self.bench_file)["costs"]["values"]), "ms")
         except (KeyError, TypeError, InputError) as error:
@@ -145,19 +147,23 @@ class Run:
     def add_results(self, **results: Any) -> None:
         """Add results to results.json, beside those of other commands."""
         file = self.directory / "results.json"
-        known = read_json(file) if file.is_file() else {"format": "exitwise.results", "version": 1}
-        write_json(file, {**known, **results})
+        former = read_json(file) if file.is_file() else {"format": "exitwise.results", "version": 1}
+        write_json(file, {**former, **results})
 
 
 def run_metadata(
     model: Mapping[str, Any], data: Mapping[str, Any], training: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the contents of run.json."""
-    about = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
-    return {**about, **({"training": dict(training)} if training else {}), "versions": versions()}
+    metadata = {"format": FORMAT, "version": VERSION, "model": dict(model), "data": dict(data)}
+    return {**metadata, **({"training": dict(training)} if training else {}), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
-    found = {"exitwise": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
-    return {**found, "python": platform.python_version()}
+    return {
+        "exitwise": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
