@@ -107,6 +107,12 @@ def top1(net: ew.MultiExitNet, dataset: Any) -> list[float]:
         return [(logits.argmax(1) == labels).double().mean().item() for logits in net.eval()(images)]
 
 
+def nlpd(net: ew.MultiExitNet, dataset: Any) -> list[float]:
+    images, labels, _ = next(iter(data.Batches(dataset, len(dataset))))
+    with torch.no_grad():
+        return [nn.functional.cross_entropy(logits, labels).item() for logits in net.eval()(images)]
+
+
 def vectors(n: int = 120, seed: int = 0) -> TensorDataset:
     """Return vectors (n, 6) in four overlapping clusters, one per class."""
     rng = torch.Generator().manual_seed(seed)
@@ -139,12 +145,12 @@ def test_new_heads_on_a_trained_trunk_are_good_and_nothing_else_moves(net: ew.Mu
     assert trained[0] > 0.8
     assert min(trained[1:3]) > 0.88
     assert trained[3] == untrained[3] > 0.95
-    # Each head has the weights of its own best epoch.
+    # Each head has the weights of the epoch with its lowest validation NLPD.
     assert history.top1 == pytest.approx(top1(net, splits.val))
+    assert history.nlpd == pytest.approx(nlpd(net, splits.val), rel=1e-5)
     for k, epoch in enumerate(history.kept[:3]):
-        values = [row.val_top1[k] for row in history.epochs]
-        assert (values[epoch - 1], values.index(max(values))) == (max(values), epoch - 1)
-    assert len(set(history.kept)) > 2
+        values = [row.val_nlpd[k] for row in history.epochs]
+        assert values.index(min(values)) == epoch - 1
     assert history.kept[3] == 0
     assert history.epochs[-1].train_loss < history.epochs[0].train_loss / 2
 
@@ -666,6 +672,39 @@ def test_a_parametrized_layer_is_trained_without_standardization() -> None:
     assert right > 0.8
 
 
+def test_a_head_that_overfits_is_kept_from_before_its_loss_rises() -> None:
+    train, val = vectors(24), vectors(400, 1)
+    torch.manual_seed(1)
+    neck = nn.Sequential(nn.Linear(6, 64), nn.ReLU())
+    net = ew.MultiExitNet([nn.Identity(), nn.Linear(6, 8)], [ew.Head(neck, nn.Linear(64, 4)), _head(nn.Linear(8, 4))])
+    history = ew.train_heads(net, train, val, epochs=60, batch_size=8, lr=0.05)
+    losses = [row.val_nlpd[0] for row in history.epochs]
+    assert losses[-1] > 1.2 * min(losses)  # it overfits
+    assert history.kept[0] == 1 + losses.index(min(losses))
+    inputs, labels = val.tensors
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(net(inputs)[0], labels).item() == pytest.approx(min(losses), rel=1e-5)
+    assert history.best.epoch == history.kept[0]
+
+
+def test_a_history_without_losses_of_exits_still_opens(tmp_path: Path) -> None:
+    history = ew.train_heads(small_net(), vectors(), vectors(40, 1), epochs=4)
+    history.save(tmp_path / "history.csv")
+    with (tmp_path / "history.csv").open(newline="") as file:
+        rows = [{k: v for k, v in row.items() if "nlpd" not in k} for row in csv.DictReader(file)]
+    assert len(rows[0]) == 10
+    with (tmp_path / "former.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    former = History.load(tmp_path / "former.csv")
+    assert former.kept == history.kept
+    assert former.top1 == pytest.approx(history.top1, abs=1e-5)
+    assert former.nlpd == ()
+    sums = [sum(row.val_top1) for row in former.epochs]
+    assert former.best.epoch == 1 + sums.index(max(sums))
+
+
 def test_an_interrupted_training_leaves_the_best_heads_so_far() -> None:
     class Stop(TrainingCallback):
         def on_epoch_end(self, row: Any, kept: bool) -> None:
@@ -686,8 +725,9 @@ def test_a_history_of_heads_is_saved_and_drawn(tmp_path: Path) -> None:
     assert loaded.kept == history.kept
     assert loaded.top1 == pytest.approx(history.top1, abs=1e-5)
     assert History.from_dict(json.loads(json.dumps(history.to_dict()))) == history
-    sums = [sum(row.val_top1) for row in history.epochs]
-    assert history.best.epoch == 1 + sums.index(max(sums))
+    assert loaded.nlpd == pytest.approx(history.nlpd, rel=1e-5)
+    sums = [sum(row.val_nlpd) for row in history.epochs]
+    assert history.best.epoch == 1 + sums.index(min(sums))
     stars = next(line for line in history.figure().axes[1].lines if line.get_label() == "kept")
     assert list(stars.get_xdata()) == list(history.kept[:2])
     history.plot(tmp_path / "history.png")
@@ -730,7 +770,7 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
     options = ("--data", "digits", "--distill", 0.5, "--epochs", 4, "--lr", 0.02, "--seed", 3)
     done = exitwise("train-heads", *options, "--weights", checkpoint, "--out", run)
     assert done.status == 0, done.err
-    assert "Trained for 4 epochs; the run keeps each head from its best epoch" in done.out
+    assert "Trained for 4 epochs; the run keeps each head from the epoch of its lowest validation NLPD" in done.out
     assert done.err.count("top-1 % by exit") == 4
     names = ["history.csv", "history.png", "net.safetensors", "run.json", "split.safetensors"]
     assert sorted(path.name for path in run.iterdir()) == names

@@ -105,8 +105,8 @@ def train_heads(
 ) -> None:
     """Train the heads of a net on its frozen backbone, all but the last: seconds to minutes.
 
-    The backbone runs once and its features are cached. Each head keeps the weights of its own best epoch. Use --attach
-    to add exits to a trained network.
+    The backbone runs once and its features are cached. Each head keeps the weights of the epoch with its lowest
+    validation NLPD. Use --attach to add exits to a trained network.
     """
     _train_heads(data, net, options, machine, out, force, as_json)
 
@@ -216,7 +216,7 @@ def _print_result(path: Path, history: Any, net: str | None, as_json: bool) -> N
     if as_json:
         return print_json(run=str(path), best=best.epoch, **history.to_dict())
     accuracies = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
-    weights = "each head from its best epoch" if history.kept else f"the weights of epoch {best.epoch}"
+    weights = "each head from the epoch of its lowest validation NLPD" if history.kept else f"the weights of epoch {best.epoch}"
     if attached := Run(path).metadata["model"].get("attach"):
         print(f"Exits are after {', '.join(attached['at'])}, and at the end.")
     print(

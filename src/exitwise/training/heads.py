@@ -48,7 +48,8 @@ def train_heads(
 
     The backbone runs once, in evaluation mode, and its features are cached in memory. If they take more than 2 GB (or
     with `cache=False`), it runs in every epoch instead, on a loader's own batches. Each head ends with the weights of
-    the epoch in which its own validation accuracy was best.
+    the epoch in which its own validation NLPD was lowest: later epochs may be slightly more accurate, but they are
+    overconfident.
 
     A head's loss is its cross-entropy; with `distill` d and temperature T it is (1 - d) of that plus
     d T^2 KL(last exit || head), both softmaxes at T.
@@ -73,7 +74,7 @@ def train_heads(
         watcher: Former name of `callback`.
 
     Returns:
-        Learning rate, losses, accuracies (K,) and speed of every epoch. `history.kept` (K,) has the epoch of each
+        Learning rate, losses, accuracies (K,), NLPDs (K,) and speed of every epoch. `history.kept` (K,) has the epoch of each
         head's weights, 0 for a head that was not trained.
 
     Raises:
@@ -166,10 +167,11 @@ class _HeadTraining:
         for epoch in range(self._recipe.epochs):
             start = time.monotonic()
             loss, speed = self._train_epoch(epoch)
-            top1, val_loss = self._validate(epoch)
-            improved = [head.keep_if_best(value, epoch + 1) for head, value in zip(self._heads, top1, strict=False)]
+            top1, nlpd = self._validate(epoch)
+            improved = [head.keep_if_best(value, epoch + 1) for head, value in zip(self._heads, nlpd, strict=False)]
+            val_loss = sum(nlpd[: len(self._heads)])
             lr = self._schedule.lr_at(epoch, 1 - 1 / len(self._data))
-            row = EpochRecord(epoch + 1, lr, loss, val_loss, top1, speed, time.monotonic() - start)
+            row = EpochRecord(epoch + 1, lr, loss, val_loss, top1, speed, time.monotonic() - start, nlpd)
             self._callback.on_epoch_end(row, any(improved))
             yield row
 
@@ -203,20 +205,21 @@ class _HeadTraining:
             self._callback.on_batch_end(epoch, index + 1, speed, remaining * samples / (index + 1) / speed)
         return total / batches, speed
 
-    def _validate(self, epoch: int) -> tuple[tuple[float, ...], float]:
-        """Return the top-1 accuracy of every exit and the mean of the trained heads' summed cross-entropies."""
+    def _validate(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the top-1 accuracy (K,) and the NLPD (K,) of every exit."""
         for head in self._heads:
             head.sync()
-        correct, total, samples = torch.zeros(()), 0.0, 0
+        correct, total, samples = torch.zeros(()), torch.zeros((), dtype=torch.float64), 0
         for batch in self._data.val():
             inputs, last_logits, labels = self._to_device(batch)
             logits = [head.head_logits(x) for head, x in zip(self._heads, inputs, strict=True)]
-            losses = torch.stack([cross_entropy(z, labels) for z in logits])
-            total += self._sum_finite(losses, f"the validation of epoch {epoch + 1}") * len(labels)
             all_logits = logits if last_logits is None else [*logits, last_logits]
+            losses = torch.stack([cross_entropy(z, labels) for z in all_logits]).double()
+            self._sum_finite(losses[: len(logits)], f"the validation of epoch {epoch + 1}")
+            total = total + losses.cpu() * len(labels)
             correct = correct + torch.stack([(z.argmax(1) == labels).sum() for z in all_logits]).cpu()
             samples += len(labels)
-        return tuple((correct.double() / samples).tolist()), total / samples
+        return tuple((correct.double() / samples).tolist()), tuple((total / samples).tolist())
 
     def _sum_finite(self, losses: Tensor, where: str) -> float:
         """Return the sum of the heads' losses; raise InputError if one is non-finite."""

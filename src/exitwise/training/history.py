@@ -25,11 +25,12 @@ class EpochRecord:
     val_top1: tuple[float, ...]  # of every exit
     images_per_second: float  # of training, without validation
     seconds: float  # of training and validation
+    val_nlpd: tuple[float, ...] = ()  # of every exit; empty after `train`, and in files of earlier versions
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "EpochRecord":
         """Return the record whose fields `dataclasses.asdict` gave, perhaps read from JSON."""
-        return cls(**{**data, "val_top1": tuple(data["val_top1"])})
+        return cls(**{**data, "val_top1": tuple(data["val_top1"]), "val_nlpd": tuple(data.get("val_nlpd", ()))})
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class History:
 
     Args:
         epochs: Records of the epochs that are done.
-        kept: Empty after `train`. After `train_heads`, the epoch of each head's weights (K,), from 1; 0 for a head that
-            was not trained.
+        kept: Empty after `train`. After `train_heads`, the epoch of each head's weights (K,), from 1, in which its
+            validation NLPD was lowest; 0 for a head that was not trained.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -47,9 +48,14 @@ class History:
 
     @property
     def best(self) -> EpochRecord:
-        """First epoch with the best validation accuracy at the last exit (after `train_heads`: summed over exits)."""
+        """First epoch with the best validation accuracy at the last exit.
+
+        After `train_heads`, the first epoch with the lowest validation NLPD, summed over the exits.
+        """
         if not self.epochs:
             raise InputError("a history without epochs has no best epoch")
+        if self.kept and all(row.val_nlpd for row in self.epochs):
+            return min(self.epochs, key=lambda row: (sum(row.val_nlpd), row.epoch))
         exits = slice(None) if self.kept else slice(-1, None)
         return max(self.epochs, key=lambda row: (sum(row.val_top1[exits]), -row.epoch))
 
@@ -59,6 +65,14 @@ class History:
         if not self.kept:
             return self.best.val_top1
         return tuple(self.epochs[max(epoch - 1, 0)].val_top1[k] for k, epoch in enumerate(self.kept))
+
+    @property
+    def nlpd(self) -> tuple[float, ...]:
+        """Validation NLPD (K,) of every exit with the weights that were kept; empty if it was not recorded."""
+        if not self.kept:
+            return self.best.val_nlpd
+        rows = [self.epochs[max(epoch - 1, 0)].val_nlpd for epoch in self.kept]
+        return tuple(row[k] for k, row in enumerate(rows)) if all(rows) else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict."""
@@ -72,17 +86,20 @@ class History:
     def save(self, path: Path) -> None:
         """Write a CSV file with a row per epoch.
 
-        It has a column of accuracies per exit. After `train_heads`, a column `kept` lists the exits, from 1, whose
-        weights are those of the epoch.
+        It has a column of accuracies per exit and, after `train_heads`, one of NLPDs per exit and a column `kept`: the
+        exits, from 1, whose weights are those of the epoch.
         """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         exits = len(self.epochs[0].val_top1) if self.epochs else 0
         top1_names = [f"val_top1_exit{k + 1}" for k in range(exits)]
-        names = ["epoch", "lr", "train_loss", "val_loss", *top1_names, "images_per_second", "seconds"]
+        num_nlpds = len(self.epochs[0].val_nlpd) if self.epochs else 0
+        nlpd_names = [f"val_nlpd_exit{k + 1}" for k in range(num_nlpds)]
+        names = ["epoch", "lr", "train_loss", "val_loss", *top1_names, "images_per_second", "seconds", *nlpd_names]
         writer.writerow([*names, *(["kept"] if self.kept else [])])
         for row in self.epochs:
-            values = (row.lr, row.train_loss, row.val_loss, *row.val_top1, row.images_per_second, row.seconds)
+            losses, speed = (row.lr, row.train_loss, row.val_loss), (row.images_per_second, row.seconds)
+            values = (*losses, *row.val_top1, *speed, *row.val_nlpd)
             kept = " ".join(str(k + 1) for k, epoch in enumerate(self.kept) if epoch == row.epoch)
             writer.writerow([row.epoch, *(f"{value:.6g}" for value in values), *([kept] if self.kept else [])])
         with atomic_write(path) as temporary:
@@ -136,8 +153,10 @@ class History:
 def _parse_row(row: dict[str, str]) -> EpochRecord:
     """Return the record of one row of the CSV file."""
     top1 = [float(value) for name, value in row.items() if name.startswith("val_top1_exit")]
+    nlpd = [float(value) for name, value in row.items() if name.startswith("val_nlpd_exit")]
     names = ("lr", "train_loss", "val_loss", "images_per_second", "seconds")
-    return EpochRecord(epoch=int(row["epoch"]), val_top1=tuple(top1), **{name: float(row[name]) for name in names})
+    numbers = {name: float(row[name]) for name in names}
+    return EpochRecord(epoch=int(row["epoch"]), val_top1=tuple(top1), val_nlpd=tuple(nlpd), **numbers)
 
 
 def _parse_kept(rows: list[dict[str, str]]) -> tuple[int, ...]:

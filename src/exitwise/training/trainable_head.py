@@ -31,7 +31,7 @@ class TrainableHead:
         self._parts: tuple[nn.Sequential, nn.Sequential] | None = None  # prefix and trainable part
         self._copy = nn.Sequential()
         self._moments: tuple[Tensor, Tensor] | None = None  # mean and deviation of the features (p,)
-        self.best_top1, self.best_epoch = -1.0, 0
+        self.best_nlpd, self.best_epoch = float("inf"), 0
         self._best_weights = _copy_weights(head)
 
     def precompute(self, state: Any) -> Any:
@@ -94,11 +94,11 @@ class TrainableHead:
         logits: Tensor = self._trainable.eval()(inputs)
         return logits
 
-    def keep_if_best(self, top1: float, epoch: int) -> bool:
-        """Remember the head's weights if `top1` is the best so far; return whether it is."""
-        if top1 <= self.best_top1:
+    def keep_if_best(self, nlpd: float, epoch: int) -> bool:
+        """Remember the head's weights if its validation NLPD is the lowest so far; return whether it is."""
+        if nlpd >= self.best_nlpd:
             return False
-        self.best_top1, self.best_epoch, self._best_weights = top1, epoch, _copy_weights(self._head)
+        self.best_nlpd, self.best_epoch, self._best_weights = nlpd, epoch, _copy_weights(self._head)
         return True
 
     def restore_best(self) -> None:
