@@ -332,6 +332,70 @@ def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
     assert flat.std() > 10
 
 
+# -- orientation
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}  # what a camera that writes this orientation does to the upright image
+
+
+def turned(path: Path, upright: Image.Image, orientation: int, **options: object) -> None:
+    """Save an image as a camera held at an angle does: turned pixels, and the orientation in EXIF."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = upright.transpose(TURNS[orientation]) if orientation in TURNS else upright
+    image.save(path, exif=exif, **options)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "webp", "tiff"])
+def test_a_photo_is_turned_upright_wherever_it_is_read(tmp_path: Path, orientation: int, suffix: str) -> None:
+    upright = picture(tmp_path / "a" / "upright.png", 13, 9)
+    turned(tmp_path / f"x.{suffix}", upright, orientation, **({"lossless": True} if suffix == "webp" else {}))
+    path = tmp_path / f"x.{suffix}"
+    expected = np.asarray(folders._crop_center(upright, 8))
+    assert np.array_equal(folders.decode(path, 8, None, None), expected)
+    preprocessing = ew.Preprocessing(8, folders.MEAN, folders.STD, folders.MARGIN)
+    assert np.array_equal(folders.load_image(path, preprocessing).transpose(1, 2, 0), expected)
+    crop = Augmentation(resized_crop=True)
+    draws = torch.rand(crop.draws, generator=torch.Generator().manual_seed(0)).tolist()
+    plain = folders.decode(tmp_path / "a" / "upright.png", 8, crop, draws)
+    assert np.array_equal(folders.decode(path, 8, crop, draws), plain)
+
+
+def test_sixteen_bits_are_turned_upright_too(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 2**16, (9, 9), dtype=np.uint16)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.rot90(values).copy()).save(tmp_path / "deep.png", exif=exif)
+    assert np.array_equal(folders.decode(tmp_path / "deep.png", 9, None, None)[:, :, 0], values // 256)
+
+
+@pytest.mark.parametrize("damage", [b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0II*\0" + b"\xff" * 40])
+def test_damaged_exif_leaves_an_image_as_it_is(tmp_path: Path, damage: bytes) -> None:
+    image = picture(tmp_path / "a" / "x.png", 9, 9)
+    image.save(tmp_path / "x.png", exif=damage)
+    assert np.array_equal(folders.decode(tmp_path / "x.png", 9, None, None), np.asarray(image))
+
+
+def test_only_the_first_frame_of_an_animation_counts(tmp_path: Path) -> None:
+    first, second = (picture(tmp_path / "a" / f"{seed}.png", 9, 9, seed=seed) for seed in (1, 2))
+    first.save(tmp_path / "x.webp", save_all=True, append_images=[second], lossless=True)
+    assert np.array_equal(folders.decode(tmp_path / "x.webp", 9, None, None), np.asarray(first))
+
+
+def test_transparency_is_ignored(tmp_path: Path) -> None:
+    colors = np.random.default_rng(0).integers(0, 256, (9, 9, 4), dtype=np.uint8)
+    Image.fromarray(colors).save(tmp_path / "x.png")
+    assert np.array_equal(folders.decode(tmp_path / "x.png", 9, None, None), colors[:, :, :3])
+
+
 # -- augmentation
 
 UNIT = st.floats(0, 1, exclude_max=True, width=32)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.core.cropping import MARGIN as MARGIN
+from exitwise.core.cropping import crop_center as _crop_center
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.data.archives import Archive, dataset_not_found
@@ -26,8 +28,7 @@ CALTECH256 = Archive(
     "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
     "67b4f42ca05d46448c6bb8ecd2220f6d",
 )
-MARGIN = 256 / 224  # short side of the scaled image relative to the center crop
-_MAX_ASPECT_RATIO = 16  # longer images are cropped before they are scaled
+_ORIENTATION = 0x0112  # EXIF tag: how the stored pixels must be turned to be upright
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,12 +186,14 @@ def load_image(path: Path, preprocessing: Preprocessing) -> np.ndarray:
 
 
 def _open_rgb(path: Path) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """Return an image file as RGB; raise InputError if it cannot be decoded."""
+    """Return an image file as RGB, turned upright by its EXIF orientation; raise InputError if it cannot be decoded."""
     from PIL import Image
 
     try:
         with Image.open(path) as file:
-            return _convert_to_rgb(file)
+            file.load()  # Pillow turns a TIFF here and removes its orientation, so the tag is read afterwards
+            image, transpose = _convert_to_rgb(file), _upright_transpose(file)
+            return image if transpose is None else image.transpose(transpose)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for bad files
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InputError(f"{path} cannot be read as an image ({reason})") from None
@@ -204,25 +207,28 @@ def _convert_to_rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-
         return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")  # Pillow would clip at 255
     if file.mode in ("I", "F"):
         raise ValueError("pixels of 32 bits, of unknown range")
-    file.load()
     file.info.pop("transparency", None)  # a palette's: Pillow would warn that RGB has none
     return file.convert("RGB")
 
 
-def _crop_center(image: "Image.Image", size: int, margin: float = MARGIN) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """Scale the short side to `margin * size` and crop the center; an image of the right size is returned unchanged."""
-    from PIL import Image
+def _upright_transpose(file: "Image.Image") -> "Image.Transpose | None":  # type: ignore[name-defined]  # noqa: F821
+    """Return how the pixels must be turned or mirrored according to EXIF; None if they are upright."""
+    from PIL.Image import Transpose
 
-    if image.size == (size, size):
-        return image
-    short = round(size * margin)
-    width, height = (short * side // min(image.size) for side in image.size)
-    left, top = (round((side - size) / 2) for side in (width, height))
-    if max(width, height) > _MAX_ASPECT_RATIO * short:  # scale only the center: the scaled image may take gigabytes
-        x_scale, y_scale = image.width / width, image.height / height
-        box = (left * x_scale, top * y_scale, (left + size) * x_scale, (top + size) * y_scale)
-        return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    try:
+        orientation = file.getexif().get(_ORIENTATION, 1)
+    except Exception:  # damaged EXIF, for which Pillow raises many types: image viewers ignore it, too
+        return None
+    turns = (
+        Transpose.FLIP_LEFT_RIGHT,
+        Transpose.ROTATE_180,
+        Transpose.FLIP_TOP_BOTTOM,
+        Transpose.TRANSPOSE,
+        Transpose.ROTATE_270,
+        Transpose.TRANSVERSE,
+        Transpose.ROTATE_90,
+    )
+    return turns[orientation - 2] if orientation in range(2, 9) else None
 
 
 def _random_crop_box(width: int, height: int, draws: list[float]) -> tuple[float, float, float, float]:
