@@ -20,6 +20,15 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def shorten(value: object, length: int = 80) -> str:
+    """Return the repr of a value for a message, with at most `length` characters; never raises."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nesting, or an integer of thousands of digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 @contextmanager
 def net_input_errors(
     description: str, net: str = "the net", errors: tuple[type[Exception], ...] = NET_ERRORS

@@ -1,5 +1,6 @@
-"""Atomic writes of files and folders, and JSON. Does not import torch; for tensors see `tensorfiles`."""
+"""Atomic writes of files and folders, and JSON with a digest. Does not import torch; for tensors see `tensorfiles`."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,10 +8,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from re import fullmatch
 from typing import Any
 
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, shorten
 
+DIGEST_KEY = "sha256"
 _PARTIAL_SUFFIX = ".part"
 
 
@@ -43,23 +46,73 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` as indented JSON, atomically; raise ValueError for non-finite values."""
-    text = json.dumps(data, indent=2, allow_nan=False)
+    """Write `data` as indented JSON, atomically; raise ValueError for non-finite values.
+
+    Data with a `format` also gets its digest, in the entry "sha256" after `format` and `version`, which `read_json`
+    checks.
+    """
+    contents = json.loads(json.dumps(data, allow_nan=False))
+    if "format" in contents:
+        first = {key: contents.pop(key) for key in ("format", "version") if key in contents}
+        contents = {**first, DIGEST_KEY: _json_digest({**first, **contents}), **contents}
+    text = json.dumps(contents, indent=2)
     with atomic_write(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise InputError if the file is missing, not JSON, or not an object."""
+    """Return the JSON object in a file, without its digest.
+
+    Raises:
+        InputError: If the file is missing, not JSON, not an object, or does not match its digest.
+    """
     if not path.is_file():
         raise InputError(f"{path} does not exist")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"), allow_nan=False)
     except (RecursionError, ValueError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path} must hold a JSON object, but holds a {type(data).__name__}")
+    check_digest_name(path, data, DIGEST_KEY)
+    if DIGEST_KEY in data and data.pop(DIGEST_KEY) != _json_digest(data):
+        raise InputError(
+            f"{path} has changed since it was written: make it again or, after an edit of your own, "
+            f'remove its entry "{DIGEST_KEY}"'
+        )
     return data
+
+
+def parse_json(text: str | bytes, allow_nan: bool = True) -> Any:
+    """Return the value of a JSON text; raise ValueError for keys that occur twice, and for NaN unless it is allowed."""
+    parse_constant = None if allow_nan else _refuse_constant
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=parse_constant)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shorten(twice)} occurs twice")
+    return data
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}")
+
+
+def check_digest_name(path: Path, entries: Mapping[str, Any], name: str) -> None:
+    """Raise InputError if an entry other than `name` holds a digest: damage must not make a file without a digest."""
+    for key, value in entries.items():
+        if key != name and isinstance(value, str) and fullmatch(r"\S{64}", value):
+            raise InputError(f"{path} is damaged: {shorten(key)} holds its digest instead of {name!r}")
+
+
+def _json_digest(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON data: independent of the order of keys and of the layout of the text."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -47,8 +47,7 @@ class CheckpointDirectory:
             state: JSON-serializable settings and progress.
         """
         file = self.folder / f"{epoch:05d}-{batch:07d}.safetensors"
-        header = {"state": dict(state), "digest": _digest(tensors)}
-        tensorfiles.write(file, tensors, FORMAT, VERSION, header)
+        tensorfiles.write(file, tensors, FORMAT, VERSION, {"state": dict(state)})
         for old_file in self.files()[_MAX_FILES:]:
             old_file.unlink(missing_ok=True)
 
@@ -60,7 +59,7 @@ class CheckpointDirectory:
         problems: dict[Path, str] = {}
         for file in files:
             try:
-                checkpoint = tensorfiles.load(file, FORMAT, VERSION, _check_contents)
+                checkpoint = _load(file)
             except InputError as error:
                 problems[file] = str(error)
                 continue
@@ -71,18 +70,21 @@ class CheckpointDirectory:
         raise InputError(f"no checkpoint in {self.folder} is intact: {problems[files[0]]}")
 
 
-def _check_contents(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and state; raise InputError if the tensors do not match their digest."""
-    if metadata["digest"] != _digest(tensors):
-        raise InputError("its contents have changed since it was written")
-    state = metadata["state"]
+def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and state of a checkpoint; raise InputError if it is damaged."""
+    tensors, header = tensorfiles.read(file)
+    metadata = tensorfiles.check_format(file, header, FORMAT, VERSION)
+    # Former checkpoints have a digest of their tensors instead of one of the whole file.
+    if tensorfiles.DIGEST_KEY not in header and metadata.get("digest") != _digest(tensors):
+        raise InputError(f"{file} has changed since it was written: its contents do not match its digest")
+    state = metadata.get("state")
     if not isinstance(state, dict):
-        raise InputError(f"`state` must be a mapping, but is a {type(state).__name__}")
+        raise InputError(f"{file} must hold a mapping as `state`, but holds a {type(state).__name__}")
     return tensors, state
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names and bytes of all tensors."""
+    """Return a hash of the names and bytes of all tensors, as former checkpoints hold it."""
     digest = blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(name.encode())
