@@ -1,5 +1,6 @@
 """Policies for a budget, with every strategy."""
 
+import re
 from math import inf, nan
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from oracles import best_of_all_cuts, first_exit_reached, random_probs
 
 import exitwise as ew
+from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
 from exitwise.policies.cutoff_search import CutoffSearch
 from exitwise.policies.scores import SCORES, exit_scores
@@ -376,3 +378,98 @@ class TestBadInput:
         with pytest.raises(ew.InputError, match=message) as caught:
             ew.fit_policy(**{**usual, **changed})
         assert "\n" not in str(caught.value)
+
+
+class TestCheapestPolicyForALoss:
+    """`max_loss` instead of a budget: the cheapest policy that loses no more against a reference's last exit."""
+
+    @staticmethod
+    def data(seed: int = 0, n: int = 2000) -> tuple[np.ndarray, np.ndarray, ew.Costs]:
+        """Predictions (3, n, 4) whose later exits are right more often, with confidences that are about calibrated."""
+        rng = np.random.default_rng(seed)
+        labels = rng.integers(0, 4, n)
+        ease = rng.random(n)
+        probs = []
+        for quality in (0.5, 0.75, 0.9):
+            confidence = np.clip(ease * quality + 0.3, 0.3, 0.99)
+            right = rng.random(n) < confidence
+            predicted = np.where(right, labels, (labels + rng.integers(1, 4, n)) % 4)
+            row = np.repeat(((1 - confidence) / 3)[:, None], 4, axis=1)
+            row[np.arange(n), predicted] = confidence
+            probs.append(row)
+        return np.stack(probs), labels, ew.Costs((1.0, 2.0, 4.0))
+
+    def test_it_is_cheaper_the_more_it_may_lose_and_holds_on_other_samples(self) -> None:
+        preds, labels, costs = self.data()
+        fresh, fresh_labels, _ = self.data(1, 20000)
+        last = (fresh.argmax(2)[-1] == fresh_labels).mean()
+        previous = float("inf")
+        for max_loss in (0.0, 0.02, 0.05, 0.2):
+            policy = ew.fit_policy(preds, labels, costs, budget=None, max_loss=max_loss)
+            assert policy.fit is not None
+            assert policy.fit.max_loss == max_loss
+            assert policy.fit.loss is not None
+            assert policy.fit.loss <= max_loss + 1e-12
+            assert policy.cost is not None
+            assert policy.cost <= previous
+            previous = policy.cost
+            taken = policy.exits(fresh)
+            top1 = (fresh.argmax(2)[taken, np.arange(len(taken))] == fresh_labels).mean()
+            assert last - top1 < max_loss + 0.03
+        assert previous < 2.0
+        assert ew.Policy.from_dict(policy.to_dict()) == policy
+
+    def test_no_cheaper_budget_of_the_same_strategy_would_do(self) -> None:
+        preds, labels, costs = self.data()
+        policy = ew.fit_policy(preds, labels, costs, budget=None, max_loss=0.05, strategy="geometric")
+        last = (preds.argmax(2)[-1] == labels).mean()
+        assert policy.cost is not None
+        for share in (0.9, 0.8, 0.6):
+            cheaper = ew.fit_policy(preds, labels, costs, budget=share * policy.cost, strategy="geometric")
+            taken = cheaper.exits(preds)
+            assert last - (preds.argmax(2)[taken, np.arange(len(taken))] == labels).mean() > 0.05
+
+    def test_against_another_net(self) -> None:
+        """A reference that is worse than the last exit allows a cheaper policy, a better one a dearer policy."""
+        preds, labels, costs = self.data()
+        cost = {
+            name: ew.fit_policy(preds, labels, costs, budget=None, max_loss=0.03, reference=reference).cost
+            for name, reference in (("own", None), ("first", preds[:1]), ("last", preds))
+        }
+        assert cost["first"] == costs.values[0]
+        assert cost["own"] == cost["last"]
+        assert cost["first"] < cost["own"]
+
+    def test_without_labels_it_is_disagreement(self) -> None:
+        preds, _, costs = self.data()
+        policy = ew.fit_policy(preds, costs=costs, budget=None, max_loss=0.1, risk="disagreement")
+        taken = policy.exits(preds)
+        predicted = preds.argmax(2)
+        assert (predicted[taken, np.arange(len(taken))] != predicted[-1]).mean() <= 0.1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"budget": 2.0, "max_loss": 0.1}, "`budget` must be None with `max_loss`"),
+            ({"budget": None, "max_loss": -0.1}, "`max_loss` must be a number from 0 to 1"),
+            ({"budget": None, "max_loss": float("nan")}, "`max_loss`"),
+            ({"budget": None, "max_loss": 0.1, "certify": ew.Certificate(0.05)}, "`max_loss` is without a certificate"),
+            ({"budget": None, "max_loss": 0.1, "risk": "luck"}, "`risk` must be one of accuracy, disagreement"),
+            ({"budget": None, "max_loss": 0.1, "reference": np.full((1, 3, 4), 0.25)}, "`reference` must have the"),
+        ],
+    )
+    def test_what_is_refused(self, arguments: dict[str, Any], message: str) -> None:
+        preds, labels, costs = self.data(n=50)
+        with pytest.raises(InputError, match=re.escape(message)):
+            ew.fit_policy(preds, labels, costs, **arguments)
+
+    def test_labels_are_needed_for_accuracy(self) -> None:
+        preds, _, costs = self.data(n=50)
+        with pytest.raises(InputError, match="`labels` are needed"):
+            ew.fit_policy(preds, costs=costs, budget=None, max_loss=0.1)
+
+    def test_a_loss_that_no_policy_meets(self) -> None:
+        preds, labels, costs = self.data(n=300)
+        perfect = np.eye(4)[labels][None]
+        with pytest.raises(InputError, match=r"no policy loses at most 1 %.*the smallest loss is"):
+            ew.fit_policy(preds, labels, costs, budget=None, max_loss=0.01, reference=perfect)

@@ -100,6 +100,7 @@ class Guarantee(Result):
         risk_delta: Failure probability of the risk.
         risk_limit: Upper bound on the loss of this policy, with the meaning of `cost_limit`.
         bounds: Names of the bounds that were used, for the cost and then for the loss.
+        reference: Net whose last exit losses are measured against, such as "plain net"; None for the net itself.
     """
 
     tune: int
@@ -113,9 +114,12 @@ class Guarantee(Result):
     risk_delta: float | None = None
     risk_limit: float | None = None
     bounds: tuple[str, ...] = ()
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", tuple(self.bounds))
+        if not isinstance(self.reference, str | None):
+            raise InputError(f"`reference` must be a name or None, but got {self.reference!r}")
         for name in ("tune", "hold"):
             check_integer(name, getattr(self, name), 1)
         for name in ("budget", "budget_delta", "cost_limit", "epsilon", "risk_delta", "risk_limit", "seed"):
@@ -147,8 +151,9 @@ def describe_guarantee(guarantee: Guarantee, unit: str) -> str:
         )
     if guarantee.risk is not None and guarantee.risk_delta is not None:
         loss = "loss of accuracy against" if guarantee.risk == "accuracy" else "disagreement with"
+        last = "the last exit" if guarantee.reference is None else f"the last exit of the {guarantee.reference}"
         parts.append(
             f"with a probability of {format_percent(1 - guarantee.risk_delta)} "
-            f"the {loss} the last exit is at most {guarantee.epsilon:.2%};"
+            f"the {loss} {last} is at most {guarantee.epsilon:.2%};"
         )
     return " ".join(parts)[:-1] + "."

@@ -218,6 +218,7 @@ class FixedSequenceTest:
             risk_delta=self.deltas["loss"],
             risk_limit=limits["loss"],
             bounds=tuple(self._bounds[quantity, index].name for quantity in certified),
+            reference=None if self._reference_is_last_exit or self._certificate.risk is None else "reference",
         )
 
 

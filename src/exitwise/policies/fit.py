@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.checks import check_choice
+from exitwise.core.checks import check_choice, check_number
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.held_out import split_held_out as split_held_out
 from exitwise.core.predictions import Array, Predictions, check_labels, log_true
-from exitwise.policies.certificate import Certificate
+from exitwise.policies.certificate import RISKS, Certificate
 from exitwise.policies.certify import PolicyOutcomes, nested_cheaper_policies, select_certified
 from exitwise.policies.cutoff_search import CutoffSearch
 from exitwise.policies.policy import OBJECTIVES, Policy, PolicyFit, check_costs
@@ -22,7 +22,9 @@ from exitwise.policies.scores import check_score, exit_scores
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
 FOLDS = 5
 _MIN_SAVING = 0.03  # of the cost: a candidate that saves more is preferred if it is not worse
-_NUM_RISK_BUDGETS = 101  # budgets to try for the cheapest policy that meets a risk
+_NUM_RISK_BUDGETS = 101  # budgets to try for the cheapest policy that meets a certified risk
+_NUM_COARSE_BUDGETS = 21  # budgets to try for the cheapest policy that meets a loss without a certificate,
+_NUM_FINE_BUDGETS = 9  # and budgets between the best of them and the one below
 
 # Strategy of each value to maximize: with labels, with labels smoothed along the scores, with the net's own confidence.
 _STRATEGY_OF_VALUE = {"labels": "optimized", "smoothed": "optimized", "expected": "label_free"}
@@ -44,8 +46,12 @@ def fit_policy(
     hold: Any = None,
     hold_labels: Any = None,
     against: Any = None,
+    max_loss: float | None = None,
+    risk: str = "accuracy",
 ) -> Policy:
     """Fit thresholds whose mean cost per sample on these predictions is at most the budget.
+
+    With `budget=None` and `max_loss`, fit the cheapest policy that loses at most `max_loss` on these samples.
 
     Strategies:
 
@@ -67,8 +73,8 @@ def fit_policy(
         preds: Predictions, or probabilities (K, n, c).
         labels: True classes (n,). Needed by `optimized`, and to certify a loss in accuracy.
         costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
-        budget: Largest mean cost per sample, in the unit of `costs`. With None and a certified risk, the cheapest
-            policy that meets the risk is returned.
+        budget: Largest mean cost per sample, in the unit of `costs`. With None and `max_loss` or a certified risk, the
+            cheapest policy that meets it is returned.
         strategy: "auto", "geometric", "optimized" or "label_free".
         score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience".
         objective: "accuracy" or "nlpd".
@@ -78,10 +84,13 @@ def fit_policy(
         held_out_labels: True classes (m,) of the held-out samples.
         reference: Predictions (any exits, m, c) on the samples of `held_out`, or (any exits, n, c) on those of `preds`
             if none are given. Losses are measured against their last exit, for example the vanilla net's; by default
-            against the last exit of `held_out`.
+            against the last exit of `held_out`, or of `preds` with `max_loss`.
         hold: Former name of `held_out`.
         hold_labels: Former name of `held_out_labels`.
         against: Former name of `reference`.
+        max_loss: Largest loss on these samples, without a certificate; 0.01 is one percentage point. It must hold out
+            of fold (cross-fitting) as well. A certificate has its own, `epsilon`.
+        risk: Loss of `max_loss`: "accuracy" or "disagreement", as in `Certificate`.
 
     Returns:
         The policy. `policy.fit` holds the chosen strategy and its out-of-fold performance, `policy.guarantee` what was
@@ -105,9 +114,19 @@ def fit_policy(
     held_out = _merge_alias("held_out", held_out, "hold", hold)
     held_out_labels = _merge_alias("held_out_labels", held_out_labels, "hold_labels", hold_labels)
     reference = _merge_alias("reference", reference, "against", against)
+    check_choice("risk", risk, RISKS)
+    if max_loss is not None:
+        if certify is not None or held_out is not None or held_out_labels is not None:
+            raise InputError("`max_loss` is without a certificate: give `risk` and `epsilon` of the Certificate instead")
+        if budget is not None:
+            raise InputError(f"`budget` must be None with `max_loss`, but got {budget!r}")
+        fitter = PolicyFitter(preds, labels, costs, score=score, objective=objective)
+        return fitter.fit_cheapest(max_loss, strategy, risk, reference)
     if certify is None:
         if held_out is not None or held_out_labels is not None or reference is not None:
-            raise InputError("`held_out`, `held_out_labels` and `reference` are for a certificate: give `certify`")
+            raise InputError(
+                "`held_out`, `held_out_labels` and `reference` are for a certificate: give `certify`, or `max_loss`"
+            )
         return PolicyFitter(preds, labels, costs, score=score, objective=objective).fit(budget, strategy)
     if not isinstance(certify, Certificate):
         raise InputError(f"`certify` must be a Certificate, but got {certify!r}")
@@ -302,8 +321,70 @@ class PolicyFitter:
         value = float(values[policy.exits_from_scores(self._scores), self._samples].mean())
         return replace(fit, value=value if self.objective == "accuracy" else -value, held_out=None)
 
+    def fit_cheapest(
+        self, max_loss: float, strategy: str = "auto", risk: str = "accuracy", reference: Any = None
+    ) -> Policy:
+        """Fit the cheapest policy that loses at most `max_loss`, in sample and out of fold.
+
+        Args:
+            max_loss: Largest loss, from 0 to 1.
+            strategy: Strategy of `fit_policy`.
+            risk: "accuracy" for the drop in accuracy against the last exit of `reference`, "disagreement" for the share
+                of samples with another prediction than that exit's.
+            reference: Predictions (any exits, n, c) on the samples of the fitter; by default its own.
+
+        Returns:
+            The policy; its `budget` is the one that it was fitted for.
+
+        Raises:
+            InputError: If no policy loses so little, or an argument is invalid.
+        """
+        max_loss = check_number("max_loss", max_loss, 0, 1)
+        if risk == "accuracy" and self._labels is None:
+            raise InputError("`labels` are needed for a loss in accuracy: the risk 'disagreement' needs none")
+        preds = self._preds if reference is None else _check_reference(reference, len(self._samples))
+        reference_classes = preds.predicted[-1]
+        tried: dict[float, tuple[Policy, float]] = {}
+
+        def try_budgets(budgets: Iterable[float]) -> float | None:
+            """Fit policies; return the budget of the cheapest policy so far that meets the loss."""
+            for budget in budgets:
+                policy, name = self._fit(budget, strategy)
+                exits = [policy.exits_from_scores(self._scores)]
+                exits += [self._cross_fitted_exits(name, budget)] if self._folds else []
+                tried[budget] = policy, max(self._loss(taken, reference_classes, risk) for taken in exits)
+            passing = [budget for budget, (_, loss) in tried.items() if loss <= max_loss + 1e-12]
+            return min(passing, key=lambda budget: tried[budget][0].cost or 0.0, default=None)
+
+        coarse = np.linspace(self.costs.values[0], self.costs.values[-1], _NUM_COARSE_BUDGETS).tolist()
+        best = try_budgets(dict.fromkeys(coarse))
+        if best is None:
+            smallest = min(loss for _, loss in tried.values())
+            raise InputError(
+                f"no policy loses at most {100 * max_loss:.4g} % in {risk} on these samples; "
+                f"the smallest loss is {100 * smallest:.2f} %: allow more, or use another calibration method"
+            )
+        below = max((budget for budget in coarse if budget < best), default=best)
+        fine = np.linspace(below, best, _NUM_FINE_BUDGETS + 2)[1:-1].tolist() if below < best else []
+        best = try_budgets(fine)
+        assert best is not None  # the coarse one still passes
+        policy, loss = tried[best]
+        assert policy.fit is not None
+        return replace(policy, fit=replace(policy.fit, max_loss=max_loss, loss=loss, risk=risk))
+
+    def _loss(self, exits: Array, reference: Array, risk: str) -> float:
+        """Return the loss of samples at these exits (n,) against the classes `reference` (n,)."""
+        predicted = self._preds.predicted[exits, self._samples]
+        if risk == "disagreement":
+            return float((predicted != reference).mean())
+        return float((reference == self._labels).mean() - (predicted == self._labels).mean())
+
     def fit(self, budget: float | None, strategy: str = "auto") -> Policy:
         """Fit the policy for a budget; see `fit_policy`."""
+        return self._fit(budget, strategy)[0]
+
+    def _fit(self, budget: float | None, strategy: str) -> tuple[Policy, str]:
+        """Fit the policy for a budget; return it with the name of the candidate that was selected."""
         check_fit_arguments(self.costs, budget, strategy, self.score, self.objective)
         has_labels = "labels" in self._values
         if strategy == "optimized" and not has_labels:
@@ -342,7 +423,7 @@ class PolicyFitter:
         thresholds = self._search.thresholds(cutoffs[best])
         policy = Policy(thresholds, self.score, self.costs.unit, None, budget, strategy, q, fit=fit)
         policy = policy.with_cost(self._scores, self.costs)
-        return replace(policy, cost=min(policy.cost or 0.0, budget))  # rounding may exceed the budget
+        return replace(policy, cost=min(policy.cost or 0.0, budget)), best  # rounding may exceed the budget
 
     @cached_property
     def _folds(self) -> list[tuple["CutoffSearch", Array]]:

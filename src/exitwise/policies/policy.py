@@ -15,7 +15,7 @@ from exitwise.core.files import read_json, write_json
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.results import Result
 from exitwise.core.ties import break_ties
-from exitwise.policies.certificate import Guarantee
+from exitwise.policies.certificate import RISKS, Guarantee
 from exitwise.policies.scores import SCORES, ScoreState, check_score, exit_scores
 
 VERSION = 1
@@ -36,6 +36,9 @@ class PolicyFit(Result):
         held_out: Accuracy or NLPD of its strategy on out-of-fold samples (cross-fitting); None if there are too few.
         portfolio: `held_out` of every strategy that was tried. These numbers select the strategy, so that of the winner
             is slightly optimistic if they are close.
+        max_loss: Largest loss that was allowed, if the policy is the cheapest one for a loss; see `fit_policy`.
+        loss: Its loss on these samples: out of fold or in sample, whichever is larger.
+        risk: Kind of the loss, "accuracy" or "disagreement".
     """
 
     chosen: str
@@ -45,11 +48,19 @@ class PolicyFit(Result):
     value: float
     held_out: float | None
     portfolio: Mapping[str, float] = field(default_factory=dict)
+    max_loss: float | None = None
+    loss: float | None = None
+    risk: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("value", "held_out"):
             if not is_number(value := getattr(self, name)) and (name == "value" or value is not None):
                 raise InputError(f"`{name}` must be a number, but got {value!r}")
+        for name in ("max_loss", "loss"):
+            if (value := getattr(self, name)) is not None and not is_number(value):
+                raise InputError(f"`{name}` must be a number or None, but got {value!r}")
+        if self.risk is not None:
+            check_choice("risk", self.risk, RISKS)
         check_choice("objective", self.objective, OBJECTIVES)
         if not isinstance(self.portfolio, Mapping):
             raise InputError(f"`portfolio` must map strategies to numbers, but got {self.portfolio!r}")
