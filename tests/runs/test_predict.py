@@ -22,6 +22,7 @@ from command import Command, zoo_run
 from PIL import Image
 
 import exitwise as ew
+from exitwise.cli import deploy
 
 pytestmark = pytest.mark.numerical
 
@@ -137,8 +138,9 @@ class TestPictures:
             (lambda path: Image.fromarray(noise(1, (64, 64, 3))).save(path, "JPEG"), None),
             (lambda path: Image.fromarray(noise(1, (100, 40))).save(path, "PNG"), None),
             (lambda path: Image.fromarray(noise(1, (32, 32, 4))).save(path, "PNG"), None),
-            (lambda path: Image.new("RGB", (32, 32), (7, 7, 7)).save(path, "PNG"), "every pixel is 7"),
-            (lambda path: Image.new("L", (5, 9), 0).save(path, "PNG"), "every pixel is 0"),
+            (lambda path: Image.new("RGB", (32, 32), (7, 7, 7)).save(path, "PNG"), "every pixel is (7, 7, 7)"),
+            (lambda path: Image.new("L", (5, 9), 0).save(path, "PNG"), "every pixel is (0, 0, 0)"),
+            (lambda path: Image.new("RGB", (40, 40), (200, 10, 10)).save(path, "PNG"), "every pixel is (200, 10, 10)"),
             (lambda path: Image.fromarray(np.full((32, 32), np.nan, np.float32)).save(path, "TIFF"), "32 bits"),
         ],
     )
@@ -190,7 +192,7 @@ class TestPictures:
             weight *= 1e37
         ew.save_checkpoint(net, broken / "net.safetensors")
         done = exitwise("predict", broken, folder / "00.png", "--budget", "50%", "--json")
-        assert done.status == 0
+        assert done.status == 1  # nothing succeeded
         row = json.loads(done.out)
         assert "not finite" in row["error"]
         assert row["predicted"] is None
@@ -216,6 +218,74 @@ class TestPictures:
                 assert logits[0][k].topk(2).indices.tolist().count(row["predicted"]) == 1
 
 
+class TestStatus:
+    """Exit status: 0, 1 if every image failed, 2 if an input does not exist."""
+
+    def test_an_input_that_does_not_exist(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
+        out = tmp_path / "p.csv"
+        for name in (tmp_path / "nowhere", folder / "gone.png"):
+            done = exitwise("predict", run, folder / "00.png", name, "--budget", "50%", "--out", out)
+            assert (done.status, done.out) == (2, "")
+            assert done.err == f"exitwise: {name} does not exist\n"
+            assert not out.exists()
+
+    def test_nothing_succeeded(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
+        bad, out = tmp_path / "bad.png", tmp_path / "p.csv"
+        bad.write_text("text")
+        alone = exitwise("predict", run, bad, "--budget", "50%", "--out", out)
+        assert alone.status == 1
+        assert "1 with an error, see their rows" in alone.err
+        assert exitwise("predict", run, bad, "--budget", "50%", "--out", out, "--resume").status == 1
+        assert exitwise("predict", run, bad, folder / "00.png", "--budget", "50%", "--out", out, "--resume").status == 0
+        assert exitwise("predict", run, bad, folder / "00.png", "--budget", "50%").status == 0
+
+    def test_nothing_on_stdin(self, run: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Stdin:
+            buffer = BytesIO(b"nowhere.png\n")
+
+        monkeypatch.setattr(sys, "stdin", Stdin())
+        assert exitwise("predict", run, "-", "--budget", "50%").status == 1
+
+
+class TestShown:
+    """Names that are meant for a terminal or a spreadsheet."""
+
+    def test_escapes_in_names_are_shown_escaped(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
+        name = tmp_path / "\x1b[31mred\x9b2J\u202egnp.txt"
+        done = exitwise("predict", run, name, "--budget", "50%")
+        assert done.err == f"exitwise: {tmp_path}/\\x1b[31mred\\x9b2J\\u202egnp.txt does not exist\n"
+
+    def test_rows_in_a_terminal_are_escaped_and_in_a_pipe_as_they_are(
+        self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = tmp_path / "\x1b[31mred.png"
+        shutil.copy(folder / "00.png", name)
+        assert "\x1b[31mred.png" in exitwise("predict", run, name, "--budget", "50%").out
+        monkeypatch.setattr(deploy, "_is_terminal", lambda: True)
+        shown = exitwise("predict", run, name, "--budget", "50%").out
+        assert "\\x1b[31mred.png" in shown
+        assert "\x1b" not in shown
+        assert len(shown.splitlines()) == 2
+
+    def test_cells_that_a_spreadsheet_would_compute(
+        self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        names = ["=1+1.png", "@x.png"]
+        for name in names:
+            shutil.copy(folder / "00.png", name)
+        options = ("--budget", "50%", "--out", "p.csv")
+        done = exitwise("predict", run, names[0], *options, "--csv-safe")
+        assert done.status == 0, done.err
+        assert [row["image"] for row in read(Path("p.csv"))] == ["'=1+1.png"]
+        resumed = exitwise("predict", run, *names, *options, "--resume", "--csv-safe")
+        assert resumed.status == 0, resumed.err
+        assert [row["image"] for row in read(Path("p.csv"))] == ["'=1+1.png", "'@x.png"]
+        refused = exitwise("predict", run, *names, "--budget", "50%", "--json", "--csv-safe")
+        assert refused.status == 2
+        assert "--csv-safe needs --format csv" in refused.err
+
+
 @pytest.fixture(scope="module")
 def names(folder: Path) -> bytes:
     """A list of twelve hundred images."""
@@ -235,7 +305,29 @@ def order(run: Path, out: Path, *more: str) -> list[str]:
 
 
 class TestFaults:
-    """Interruptions."""
+    """Interruptions, and two at once."""
+
+    def test_two_writers_of_one_file(self, run: Path, names: bytes, tmp_path: Path, exitwise: Command) -> None:
+        """The second ends with one line, and the first loses no row."""
+        out = tmp_path / "p.csv"
+        first = subprocess.Popen(order(run, out), stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+        assert first.stdin is not None
+        some = names.splitlines(keepends=True)[:8]
+        first.stdin.write(b"".join(some[:4]))
+        first.stdin.flush()
+        while not (out.exists() and out.stat().st_size) and first.poll() is None:
+            time.sleep(0.01)
+        name = os.fsdecode(some[0].strip())
+        seconds = [exitwise("predict", run, name, "--budget", "50%", "--out", out, o) for o in ("--resume", "--force")]
+        first.stdin.write(b"".join(some[4:]))
+        first.stdin.close()
+        assert first.wait(timeout=300) == 0
+        assert first.stderr is not None
+        first.stderr.close()
+        for second in seconds:
+            assert second.status == 2
+            assert f"{out} is being written by another process" in second.err
+        assert [row["image"] for row in read(out)] == [os.fsdecode(name.strip()) for name in some]
 
     def same(self, found: bytes, whole: bytes) -> None:
         """Check for rows of the same images with the same answers; probabilities may differ in the last digits."""

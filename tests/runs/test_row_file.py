@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exitwise as ew
-from exitwise.runs.row_file import FORMATS, RowFile
+from exitwise.runs.row_file import FORMATS, Csv, RowFile
 
 pytestmark = pytest.mark.numerical
 
@@ -110,3 +110,43 @@ def test_a_row_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(OSError, match=r"No space left on device.*file"):
             file.add([{"image": "b", "value": 2, "error": None}])
     assert (tmp_path / "file").read_bytes() == before
+
+
+# -- one writer
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path, resume: bool) -> None:
+    path = tmp_path / "file"
+    with RowFile(path, FORMATS["csv"], FIELDS) as file:
+        file.add([{"image": "a", "value": 1, "error": None}])
+        before = path.read_bytes()
+        with pytest.raises(ew.InputError, match="file is being written by another process"):
+            RowFile(path, FORMATS["csv"], FIELDS, resume)
+        assert path.read_bytes() == before
+        file.add([{"image": "b", "value": 2, "error": None}])
+    assert images(path, "csv") == ["a", "b"]
+
+
+def test_a_file_that_another_process_has_just_written_is_not_replaced_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, "csv", [{"image": "a", "value": 1, "error": None}])
+    before = path.read_bytes()
+    with pytest.raises(ew.InputError, match="file exists: --resume to continue it, --force to replace it"):
+        RowFile(path, FORMATS["csv"], FIELDS, replace=False)
+    assert path.read_bytes() == before
+
+
+# -- spreadsheets
+
+
+@pytest.mark.parametrize("name", ["=1+1.png", "+x", "-x", "@SUM(A1)", "\t=1", "\r=1", "a=1", "'quoted", ""])
+def test_safe_cells_are_no_formulas(tmp_path: Path, name: str) -> None:
+    """A spreadsheet computes cells that begin so; an apostrophe makes them text."""
+    some = [{"image": name, "value": -1, "error": "=2"}]
+    write(tmp_path / "plain", "csv", some)
+    with RowFile(tmp_path / "safe", Csv(safe=True), FIELDS) as file:
+        file.add(some)
+    rows = [list(csv.reader((tmp_path / kind).open(newline="")))[1] for kind in ("plain", "safe")]
+    assert rows[0] == [name, "-1", "=2"]
+    assert rows[1] == [("'" if name[:1] in "=+-@\t\r" and name else "") + name, "-1", "'=2"]

@@ -17,6 +17,7 @@ from exitwise.cli.start import demo, models
 from exitwise.cli.train import collect, train, train_heads
 from exitwise.core.errors import AllRanksError, InputError
 from exitwise.core.rank import is_rank_zero
+from exitwise.core.text import escape_controls
 from exitwise.core.version import __version__
 
 # Commands in the order of work, by the group under which `--help` lists them.
@@ -88,7 +89,7 @@ def _exit_on_sigterm(*_: object) -> None:
 def _fail(message: str, status: int = 2, silent: bool = False) -> None:
     """Exit with one line on stderr; `silent` on ranks whose message rank 0 prints."""
     if not silent:
-        print(f"exitwise: {' '.join(message.split())}", file=sys.stderr)
+        print(f"exitwise: {escape_controls(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(status)
 
 

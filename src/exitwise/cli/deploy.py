@@ -17,6 +17,7 @@ from exitwise.cli.options import (
     print_json,
 )
 from exitwise.core.errors import InputError
+from exitwise.core.text import escape_controls
 from exitwise.runs.options import ClassifierOptions
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ def predict(
         Literal["csv", "jsonl"] | None,
         typer.Option(help="Output format.", show_default="by the suffix of --out, else csv"),
     ] = None,
+    csv_safe: Annotated[
+        bool,
+        typer.Option("--csv-safe", help="Put ' before text that a spreadsheet would compute: = + - @ at its start."),
+    ] = False,
     probs: Annotated[bool, typer.Option("--probs", help="Add all probabilities to every row (jsonl).")] = False,
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     threads: ThreadsOption = None,
@@ -52,7 +57,7 @@ def predict(
 
     A row holds the file name, the predicted class and its label, the confidence, the exit (from 0) and its cost. An
     image that cannot be read or classified gets a row with its error. Without options, RUN uses its chosen classifier:
-    that of the last `exitwise evaluate`.
+    that of the last `exitwise evaluate`. The exit status is 1 if every image failed, 2 if an input does not exist.
     """
     from exitwise.cli.progress import progress_bars
     from exitwise.policies.controller import BudgetController
@@ -61,6 +66,8 @@ def predict(
     kind = _output_format(format, out, as_json)
     if probs and kind != "jsonl":
         raise InputError("--probs needs --format jsonl")
+    if csv_safe and kind != "csv":
+        raise InputError("--csv-safe needs --format csv")
     if out is None and (resume or force):
         raise InputError("--resume and --force are about a file: name it with --out")
     if out is not None and out.exists() and not out.is_file():
@@ -73,6 +80,7 @@ def predict(
     preprocessing, classes = deploy.image_format(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
     fields = [*predict.FIELDS, *(["probs"] if probs else [])]
+    row_format = row_file.Csv(safe=True) if csv_safe else row_file.FORMATS[kind]
     summary, start = predict.Summary(), time.perf_counter()
 
     def rows(names: Any) -> Any:
@@ -80,19 +88,20 @@ def predict(
 
     with progress_bars() as progress:
         if out is None:
-            row_format = row_file.FORMATS[kind]
             _print_bytes(row_format.header(fields))
             for row in rows(image_list.names):
                 _print_bytes(row_format.row(row))
                 progress("predict", summary.images, image_list.total)
         else:
-            with row_file.RowFile(out, row_file.FORMATS[kind], fields, resume) as file:
-                names, done = predict.skip_done(image_list.names, file.existing_rows(), out)
+            with row_file.RowFile(out, row_format, fields, resume, replace=force) as file:
+                names = predict.skip_done(image_list.names, file.existing_rows(), out, summary, row_format.cell)
                 for row in rows(names):
                     file.add([row])
-                    progress("predict", done + summary.images, image_list.total)
+                    progress("predict", summary.former + summary.images, image_list.total)
     full_cost, unit = deploy.full_cost(classifier)
     print(f"exitwise: {_describe_summary(summary, full_cost, unit, time.perf_counter() - start)}", file=sys.stderr)
+    if summary.all_failed:
+        raise typer.Exit(1)
 
 
 def bench(
@@ -201,9 +210,14 @@ def _set_threads(threads: int | None) -> None:
 
 
 def _print_bytes(data: bytes) -> None:
-    """Print to stdout and flush, so that a reader of the pipe gets every row at once."""
-    sys.stdout.write(data.decode(errors="surrogateescape"))
+    """Print to stdout and flush, so that a reader of the pipe gets every row at once; escape controls in a terminal."""
+    text = data.decode(errors="surrogateescape")
+    sys.stdout.write(escape_controls(text[:-1]) + text[-1:] if _is_terminal() else text)
     sys.stdout.flush()
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _describe_summary(summary: "Summary", full_cost: float, unit: str, seconds: float) -> str:

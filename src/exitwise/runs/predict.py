@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,9 @@ def list_images(arguments: Sequence[str]) -> ImageList:
         if len(arguments) > 1:
             raise InputError("- reads the list of images from stdin and cannot be combined with other names")
         return ImageList(_read_stdin_names(), None)
+    for argument in arguments:
+        if not Path(argument).exists():
+            raise InputError(f"{argument} does not exist")
     names = [
         name for argument in arguments for name in (_list_folder(argument) if Path(argument).is_dir() else [argument])
     ]
@@ -69,19 +72,29 @@ def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError
         pixels = load_image(Path(name), preprocessing)
     except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
         return error if isinstance(error, InputError) else InputError(f"{name!r} is not a file name")
-    if pixels.min() == pixels.max():
-        return InputError(f"{name} is blank: every pixel is {pixels.min()}")
+    color = pixels[:, 0, 0]
+    if (pixels == color[:, None, None]).all():  # the net would answer with confidence, but there is nothing to see
+        value = tuple(color.tolist()) if len(color) > 1 else int(color[0])
+        return InputError(f"{name} is blank: every pixel is {value}")
     return pixels
 
 
 @dataclass
 class Summary:
-    """Counts of images, errors and exits, and the total cost."""
+    """Counts of images, errors and exits, and the total cost; `former` are rows of the call that is resumed."""
 
     images: int = 0
     errors: int = 0
     cost: float = 0.0
     exits: Counter[int] = field(default_factory=Counter)
+    former: int = 0
+    former_errors: int = 0
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether there are rows, of this call or before, and each has an error."""
+        rows = self.images + self.former
+        return rows > 0 and self.errors + self.former_errors == rows
 
     def add(self, answer: Answer) -> None:
         self.images += 1
@@ -136,13 +149,28 @@ def _row(name: str, answer: Answer, classes: Sequence[str] | None) -> dict[str, 
     return dict(zip(FIELDS, (name, *values), strict=True))
 
 
-def skip_done(names: Iterable[str], done: Iterable[dict[str, Any]], path: Path) -> tuple[Iterator[str], int]:
-    """Return the names without a row and the number of rows; the rows must match the first names."""
+def skip_done(
+    names: Iterable[str],
+    done: Iterable[dict[str, Any]],
+    path: Path,
+    summary: Summary,
+    cell: Callable[[str], str] = lambda name: name,
+) -> Iterator[str]:
+    """Return the names without a row, and count the rows in `summary`; the rows must match the first names.
+
+    Args:
+        names: All names.
+        done: The rows that there are.
+        path: Their file, for messages.
+        summary: Gets the number of rows and of errors among them.
+        cell: What the file holds for a name.
+    """
     remaining = iter(names)
-    count = 0
     for row in done:
-        count += 1
-        if (name := next(remaining, None)) != row["image"]:
+        summary.former += 1
+        summary.former_errors += bool(row["error"])
+        if (name := next(remaining, None)) is None or cell(name) != row["image"]:
+            count = summary.former
             current = "there are no more images" if name is None else f"image {count} is {name}"
             raise InputError(f"{path}: row {count} is of {row['image']}, but {current}: the list of images has changed")
-    return remaining, count
+    return remaining

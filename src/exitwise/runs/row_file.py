@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,12 +13,23 @@ from typing import Any, Protocol, Self
 
 from exitwise.core.errors import InputError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
+
 
 class Format(Protocol):
     """Conversion of rows to bytes and back."""
 
     def header(self, fields: Sequence[str]) -> bytes: ...
     def row(self, row: Mapping[str, Any]) -> bytes: ...
+    def cell(self, value: Any) -> Any:
+        """Return what `read` returns for a value that `row` wrote."""
+        ...
+
     def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the complete records of a file, without a truncated one at its end."""
         ...
@@ -26,13 +38,26 @@ class Format(Protocol):
 
 
 class Csv:
-    """CSV with a header row. File names may contain any bytes, even line ends."""
+    """CSV with a header row. File names may contain any bytes, even line ends.
+
+    Args:
+        safe: Put an apostrophe before text that a spreadsheet would compute: a cell that begins with = + - @, a tab or
+            a carriage return.
+    """
+
+    def __init__(self, safe: bool = False) -> None:
+        self._safe = safe
 
     def header(self, fields: Sequence[str]) -> bytes:
         return self._line(fields)
 
     def row(self, row: Mapping[str, Any]) -> bytes:
-        return self._line(["" if value is None else value for value in row.values()])
+        return self._line(["" if value is None else self.cell(value) for value in row.values()])
+
+    def cell(self, value: Any) -> Any:
+        """Return the content of the cell for a value: the value, or a guarded text."""
+        is_formula = self._safe and isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        return f"'{value}" if is_formula else value
 
     def _line(self, values: Iterable[Any]) -> bytes:
         text = io.StringIO(newline="")
@@ -65,6 +90,9 @@ class Jsonl:
     def row(self, row: Mapping[str, Any]) -> bytes:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
+    def cell(self, value: Any) -> Any:
+        return value
+
     def complete_records(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         return (line for line in lines if line.endswith(b"\n"))
 
@@ -79,17 +107,48 @@ FORMATS: Mapping[str, Format] = {"csv": Csv(), "jsonl": Jsonl()}
 
 
 class RowFile:
-    """File to which rows are appended. A row that cannot be written completely is removed."""
+    """File to which one process appends rows. A row that cannot be written completely is removed.
 
-    def __init__(self, path: Path, format: Format, fields: Sequence[str], resume: bool = False) -> None:
+    Args:
+        path: The file. It is locked while it is open; nothing in it changes if another process holds the lock.
+        format: Conversion of rows to bytes.
+        fields: Keys of a row, in order.
+        resume: Keep the complete rows that the file holds.
+        replace: Replace a file that holds something, unless `resume`; otherwise it is an error.
+
+    Raises:
+        InputError: If another process writes to the file, or it exists and must not be replaced.
+    """
+
+    def __init__(
+        self, path: Path, format: Format, fields: Sequence[str], resume: bool = False, replace: bool = True
+    ) -> None:
         self.path, self._format, self._fields = path, format, fields
-        exists = path.exists() and path.stat().st_size > 0
-        self._end = self._complete_size() if exists and resume else 0
-        self._file = path.open("r+b" if path.exists() else "xb", buffering=0)
-        self._file.truncate(self._end)
-        self._file.seek(self._end)
-        if not self._end:
-            self._write(format.header(fields))
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644), "r+b", 0)
+        try:
+            self._lock()
+            exists = os.fstat(self._file.fileno()).st_size > 0  # perhaps written since the command began
+            if exists and not resume and not replace:
+                raise InputError(f"{path} exists: --resume to continue it, --force to replace it")
+            self._end = self._complete_size() if exists and resume else 0
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+            if not self._end:
+                self._write(format.header(fields))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Lock the file against other writers; the lock ends with the process at the latest."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{self.path} is being written by another process") from None
+        except OSError:
+            _log.warning("%s: this file system has no locks, so a second writer is not prevented", self.path)
 
     def _complete_size(self) -> int:
         """Return the size of the complete rows in bytes."""
