@@ -33,9 +33,11 @@ from classifier_cases import (
 )
 from command import contents
 from paths import ROOT
+from PIL import Image
 from torch import Tensor, nn
 
 import exitwise as ew
+from exitwise.core.cropping import crop_center
 from exitwise.policies.scores import exit_scores
 from exitwise.runtime import export as exporting
 from exitwise.runtime.bundle import OPSET, InputSpec, Manifest
@@ -177,6 +179,32 @@ class TestAsTorch:
         answers = list(Session(path, threads=1).stream(pixels))
         assert [answer.exit for answer in answers] == clf(pixels).exits.tolist()
 
+    @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
+    @pytest.mark.parametrize("size", [(6, 6), (8, 8), (13, 9)])
+    def test_rgb_bytes_of_any_size(self, bundle: Bundle, kind: str, size: tuple[int, int]) -> None:
+        """Images as people have them, against those that are scaled, cropped and turned by hand."""
+        clf, path = bundle(kind)
+        rgb = np.random.default_rng(0).integers(0, 256, (20, *size, 3), dtype=np.uint8)
+        look = clf.preprocessing
+        assert look is not None
+        mode = "L" if len(look.mean) == 1 else "RGB"
+        cropped = [crop_center(Image.fromarray(image).convert(mode), look.size, look.margin) for image in rgb]
+        pixels = np.stack([np.atleast_3d(np.asarray(image)).transpose(2, 0, 1) for image in cropped])
+        session = Session(path, threads=1)
+        for runtime in (session, clf):
+            expected = np.asarray(runtime(pixels).probs)
+            assert np.array_equal(np.asarray(runtime(rgb).probs), expected)
+            assert np.abs(np.asarray(runtime(rgb[4]).probs) - expected[4:5]).max() < CLOSE
+            answers = list(runtime.stream(rgb, batch_size=20))
+            assert np.abs(np.stack([answer.probs for answer in answers]) - expected).max() < CLOSE
+
+    def test_a_stream_of_rgb_bytes_of_several_sizes(self, bundle: Bundle) -> None:
+        rng = np.random.default_rng(0)
+        rgb = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((6, 6), (9, 20), (300, 7))]
+        clf, path = bundle("by variance")
+        for runtime in (Session(path, threads=1), clf):
+            assert [answer.error for answer in runtime.stream(rgb)] == [None] * 3
+
     def test_doubles_and_strided_arrays(self, bundle: Bundle) -> None:
         session, images = Session(bundle("by variance")[1], threads=1), color_images(20).numpy()
         expected = session(images)
@@ -241,6 +269,21 @@ class TestImagesRefused:
         session = Session(bundle("by variance")[1], threads=1)
         refused(lambda: session(images))
 
+    def test_pixels_that_are_not_normalized(self, bundle: Bundle) -> None:
+        clf, path = bundle("by variance")
+        pixels = np.random.default_rng(0).integers(0, 256, (4, *SHAPE)).astype(np.float64)
+        words = ("floats from 0 to 255", "normalized ones lie within -30 to 30", "uint8", "check_range=False")
+        for runtime in (Session(path, threads=1), clf):
+            refused(lambda runtime=runtime: runtime(pixels), *words)
+            error = next(runtime.stream(pixels)).error
+            assert error is not None
+            assert "check_range=False" in error
+        unchecked = Session(path, threads=1, check_range=False)
+        assert len(unchecked(pixels)) == 4
+        assert next(unchecked.stream(pixels)).error is None
+        own = ew.Classifier(clf.net, clf.calibration, clf.policy, preprocessing=clf.preprocessing, check_range=False)
+        assert len(own(pixels)) == 4
+
     def test_one_that_is_not_finite_is_named(self, bundle: Bundle) -> None:
         session, images = Session(bundle("by variance")[1], threads=1), color_images(20).numpy()
         images[13] = np.nan
@@ -257,7 +300,7 @@ class TestImagesRefused:
             pytest.param(np.zeros(SHAPE, dtype=object), "object", id="objects"),
             pytest.param([[1.0], [2.0, 3.0]], "", id="ragged"),
             pytest.param(np.full(SHAPE, np.nan, dtype=np.float32), "not finite", id="not numbers"),
-            pytest.param(np.full(SHAPE, 3e38, dtype=np.float32), "not finite", id="too large"),
+            pytest.param(np.full(SHAPE, 3e38, dtype=np.float32), "3e+38", id="too large"),
         ],
     )
     @pytest.mark.parametrize("where", [0, 4])

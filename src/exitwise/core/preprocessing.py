@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from exitwise.core.checks import check_integer, check_number
+from exitwise.core.cropping import crop_center
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Pixels = TypeVar("Pixels", Array, "Tensor")
+
+_RANGE_FACTOR = 10  # floats this many times beyond the range of normalized images are refused
 
 
 def normalization_factors(mean: Sequence[float], std: Sequence[float]) -> tuple[Array, Array]:
@@ -105,6 +108,55 @@ class Preprocessing:
             pixels: uint8 array or tensor (..., channels, height, width).
         """
         return normalize(pixels, self.mean, self.std)
+
+    def is_rgb(self, shape: Sequence[int]) -> bool:
+        """Return whether bytes of this shape are one RGB image (height, width, 3) or several (n, height, width, 3).
+
+        Images (n, channels, size, size) of the net's own shape are not.
+        """
+        shape = tuple(shape)
+        return len(shape) in (3, 4) and shape[-1] == 3 and shape[-3:] != self.shape and min(shape[-3:]) > 0
+
+    def crop_rgb(self, images: Array) -> Array:
+        """Scale and crop RGB images as image files are; return uint8 (n, channels, size, size).
+
+        Args:
+            images: One uint8 image (height, width, 3) or several (n, height, width, 3), of any size.
+
+        Raises:
+            InputError: If they must be scaled or become gray, and Pillow is not installed.
+        """
+        batch = images if images.ndim == 4 else images[None]
+        if batch.shape[1:] != (self.size, self.size, 3) or len(self.mean) == 1:
+            try:
+                from PIL import Image
+            except ImportError:
+                height, width = batch.shape[1:3]
+                raise InputError(
+                    f"images of {width} x {height} pixels must be scaled to {self.size} x {self.size}, "
+                    f"which needs Pillow: pip install pillow"
+                ) from None
+            mode = "L" if len(self.mean) == 1 else "RGB"
+            cropped = [crop_center(Image.fromarray(image).convert(mode), self.size, self.margin) for image in batch]
+            pixels = [np.asarray(image).reshape(self.size, self.size, -1) for image in cropped]
+            batch = np.stack(pixels) if pixels else np.empty((0, self.size, self.size, len(self.mean)), np.uint8)
+        return np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
+
+    def check_range(self, images: Any) -> None:
+        """Raise InputError for floats that are plainly not normalized, such as pixels from 0 to 255.
+
+        Args:
+            images: Float array or tensor of any shape; values that are not finite are not judged.
+        """
+        if not all(images.shape):
+            return
+        low, high = float(images.min()), float(images.max())
+        limit = _RANGE_FACTOR * max(max(abs(m), abs(1 - m)) / s for m, s in zip(self.mean, self.std, strict=True))
+        if isfinite(low) and isfinite(high) and max(-low, high) > limit:
+            raise InputError(
+                f"images are floats from {low:.4g} to {high:.4g}, but normalized ones lie within {-limit:.3g} to "
+                f"{limit:.3g}: pass bytes (uint8), which are normalized here, or `check_range=False`"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict."""

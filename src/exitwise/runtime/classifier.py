@@ -34,8 +34,9 @@ class Classifier(nn.Module):
     """An early-exit net: calibrated probabilities at each exit, and only active samples run the next stage.
 
     For inference only. The net is not copied; it is in evaluation mode during a call, and its training mode is restored
-    afterwards. Images are a float tensor (n, ...) as the net takes it or, with a `preprocessing`, bytes
-    (n, channels, height, width). Several threads may share a classifier.
+    afterwards. Images are a normalized float tensor (n, ...) as the net takes it or, with a `preprocessing`, bytes:
+    RGB images (n, height, width, 3) of any size, one such image (height, width, 3), or (n, channels, height, width) of
+    the net's own size. Several threads may share a classifier.
 
     Args:
         net: The multi-exit net.
@@ -45,6 +46,7 @@ class Classifier(nn.Module):
             on the first call if it has none.
         classes: Names of the c classes.
         preprocessing: Normalization of bytes; without it, images must be floats.
+        check_range: Refuse floats that are plainly not normalized, if there is a `preprocessing`.
 
     Raises:
         InputError: If the calibration was made for other last layers, or arguments do not fit the net.
@@ -70,6 +72,7 @@ class Classifier(nn.Module):
         costs: Costs | Sequence[float] | None = None,
         classes: Sequence[str] | None = None,
         preprocessing: Preprocessing | None = None,
+        check_range: bool = True,
     ) -> None:
         super().__init__()
         arguments: tuple[tuple[str, Any, type], ...] = (
@@ -98,6 +101,7 @@ class Classifier(nn.Module):
         self.policy = policy
         self.classes = None if classes is None else tuple(classes)
         self.preprocessing = preprocessing
+        self.check_range = check_bool("check_range", check_range)
         self.optimized = False
         self.costs = _resolve_costs(costs, policy)
         # The net whose MACs are counted, before any folding. A tuple keeps it from becoming a submodule.
@@ -136,7 +140,13 @@ class Classifier(nn.Module):
     def backend(self) -> TorchBackend:
         """Return a new backend for the engine, for one call."""
         return TorchBackend(
-            self.net, self.exits, self._eval_mode, self.preprocessing, self.costs_of, channels_last=self.optimized
+            self.net,
+            self.exits,
+            self._eval_mode,
+            self.preprocessing,
+            self.costs_of,
+            channels_last=self.optimized,
+            check_range=self.check_range,
         )
 
     def optimize(self) -> Self:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exitwise.core.checks import check_integer
+from exitwise.core.checks import check_bool, check_integer
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.predictions import Array, ExitPrediction, to_array
@@ -27,21 +27,32 @@ State = tuple[Array, ...]  # stage state: the inputs of the next graph in their 
 class Session:
     """A bundle that `Classifier.export` wrote, checked and ready to run; several threads may share it.
 
-    Images are float32 (n, ...) as the net takes them or, if the bundle has a preprocessing, bytes
-    (n, channels, height, width). A net with other inputs takes these: several as a dict by name or a tuple in order.
+    Images are normalized floats (n, ...) as the net takes them or, if the bundle has a preprocessing, bytes (uint8):
+    RGB images (n, height, width, 3) of any size, one such image (height, width, 3), or (n, channels, height, width) of
+    the net's own size. Bytes of another size are scaled and cropped as image files are, which needs Pillow. A net with
+    other inputs takes these: several as a dict by name or a tuple in order.
 
     Args:
         path: The folder of the bundle.
         threads: Number of onnxruntime's threads per call; all cores by default.
         policy: Replaces the policy of the bundle, for another budget.
+        check_range: Refuse floats that are plainly not normalized, if the bundle has a preprocessing.
 
     Raises:
         InputError: If the bundle is incomplete, was changed after the export or cannot be run by onnxruntime.
     """
 
-    def __init__(self, path: str | Path, *, threads: int | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        policy: Policy | None = None,
+        check_range: bool = True,
+    ) -> None:
         if threads is not None:
             check_integer("threads", threads, minimum=1)
+        self.check_range = check_bool("check_range", check_range)
         folder = Path(path)
         self.manifest = Manifest.load(folder)
         self.policy = self._check_policy(policy) if policy is not None else self.manifest.policy
@@ -85,7 +96,7 @@ class Session:
         return self.manifest.preprocessing
 
     def __call__(self, images: Any) -> Prediction:
-        """Run images (n, ...) stage by stage until all samples have exited."""
+        """Run images (n, ...), or one RGB image (height, width, 3), stage by stage until all samples have exited."""
         return Prediction(*engine.classify(OnnxBackend(self), self.policy, images), self.policy.unit)
 
     def stream(
@@ -123,7 +134,7 @@ class OnnxBackend:
         return self._session.costs.values
 
     def start(self, images: Any) -> State:
-        arrays = self._split_inputs(images)
+        arrays = [self._crop_rgb(array) for array in self._split_inputs(images)]
         for spec, array in zip(self._manifest.inputs, arrays, strict=True):
             if array.ndim == 0 or array.shape[1:] != spec.shape:
                 expected = ", ".join(map(str, spec.shape))
@@ -146,6 +157,17 @@ class OnnxBackend:
             raise InputError(f"the bundle takes {', '.join(names)}, as a dict by name or in order, but got {given}")
         return [to_array(_argument_name(spec), part) for spec, part in zip(self._manifest.inputs, images, strict=True)]
 
+    def _is_rgb(self, array: Array) -> bool:
+        """Return whether an input holds RGB images as bytes that the preprocessing has to scale and crop."""
+        preprocessing, inputs = self._manifest.preprocessing, self._manifest.inputs
+        if preprocessing is None or array.dtype != np.uint8 or len(inputs) != 1 or inputs[0].dtype != "float32":
+            return False
+        return inputs[0].shape == preprocessing.shape and preprocessing.is_rgb(array.shape)
+
+    def _crop_rgb(self, array: Array) -> Array:
+        preprocessing = self._manifest.preprocessing
+        return preprocessing.crop_rgb(array) if preprocessing is not None and self._is_rgb(array) else array
+
     def _convert(self, spec: InputSpec, array: Array) -> Array:
         """Convert an array to the type of its input: bytes by the preprocessing, other types only if it is safe."""
         name = _argument_name(spec)
@@ -157,18 +179,33 @@ class OnnxBackend:
             raise InputError(f"`{name}` must be floats or bytes, but are {array.dtype}")
         if spec.dtype != "float32" and not np.can_cast(array.dtype, spec.dtype):
             raise InputError(f"`{name}` must be {spec.dtype}, but are {array.dtype}")
+        self._check_range(spec, array)
         return np.ascontiguousarray(array, dtype=spec.dtype)
 
+    def _check_range(self, spec: InputSpec, array: Array) -> None:
+        """Raise InputError for floats that are plainly not normalized, unless the session takes them."""
+        preprocessing = self._manifest.preprocessing
+        is_float = spec.dtype == "float32" and np.issubdtype(array.dtype, np.floating)
+        if preprocessing is not None and self._session.check_range and is_float:
+            preprocessing.check_range(array)
+
     def stack(self, images: Sequence[Any]) -> Any:
-        columns = zip(*map(self._split_inputs, images), strict=True)
+        columns = zip(*map(self._split_image, images), strict=True)
         return {spec.name: np.stack(column) for spec, column in zip(self._manifest.inputs, columns, strict=True)}
+
+    def _split_image(self, image: Any) -> list[Array]:
+        """Return the inputs of one image, scaled and cropped if it is RGB."""
+        return [self._crop_rgb(part)[0] if self._is_rgb(part) else part for part in self._split_inputs(image)]
 
     def describe(self, image: Any) -> str:
         arrays = self._split_inputs(image)
+        if arrays[0].ndim == 3 and self._is_rgb(arrays[0]):
+            return f"uint8 {self._manifest.inputs[0].shape}"  # as it will be when it is cropped
         for spec, array in zip(self._manifest.inputs, arrays, strict=True):
             if array.shape != spec.shape:
                 raise InputError(f"an {spec.name} must have shape {spec.shape}, but has {array.shape}")
             self._convert(spec, array[None][:0])
+            self._check_range(spec, array)
         return ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
 
     def check(self, image: Any) -> None:

@@ -66,7 +66,9 @@ class TorchBackend:
         preprocessing: Preprocessing | None,
         costs_of: Callable[[Any], Costs],
         channels_last: bool,
+        check_range: bool = True,
     ) -> None:
+        self._check_range = check_range
         self._net, self._exits, self._eval_mode = net, exits, eval_mode
         self._preprocessing, self._costs_of, self._channels_last = preprocessing, costs_of, channels_last
         parameter = next(net.parameters())
@@ -88,7 +90,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def start(self, images: Any) -> StageState:
-        prepared = nested.map_tensors(self._prepare, _to_tensors(images))
+        prepared = nested.map_tensors(self._prepare, self._crop_rgb(_to_tensors(images)))
         nested.num_samples(prepared, "`images`")
         self._image_description = nested.describe(
             nested.map_tensors(lambda tensor: tensor[0] if len(tensor) else tensor, prepared)
@@ -102,6 +104,8 @@ class TorchBackend:
         images = images.to(self._device)
         if images.dtype == torch.uint8:
             images = _require_preprocessing(self._preprocessing).normalize(images)
+        elif images.is_floating_point() and self._preprocessing is not None and self._check_range:
+            self._preprocessing.check_range(images)
         if images.is_floating_point():
             images = images.to(self._dtype)
         if self._channels_last and images.dim() == 4:
@@ -110,11 +114,27 @@ class TorchBackend:
         # images give equal answers.
         return images.clone() if images.data_ptr() % ALIGNMENT else images
 
+    def _is_rgb(self, images: Any) -> bool:
+        """Return whether the only input is RGB images as bytes that the preprocessing has to scale and crop."""
+        is_bytes = isinstance(images, Tensor) and images.dtype == torch.uint8
+        return is_bytes and self._preprocessing is not None and self._preprocessing.is_rgb(images.shape)
+
+    def _crop_rgb(self, images: Any) -> Any:
+        if self._preprocessing is None or not self._is_rgb(images):
+            return images
+        return torch.from_numpy(self._preprocessing.crop_rgb(images.cpu().numpy()))
+
+    def _crop_image(self, image: Any) -> Any:
+        image = _to_tensors(image)
+        return self._crop_rgb(image)[0] if self._is_rgb(image) else image
+
     def stack(self, images: Sequence[Any]) -> Any:
-        return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(_to_tensors, images))
+        return nested.map_tensors(lambda *tensors: torch.stack(tensors), *map(self._crop_image, images))
 
     def describe(self, image: Any) -> str:
         image, preprocessing = _to_tensors(image), self._preprocessing
+        if preprocessing is not None and self._is_rgb(image) and image.dim() == 3:
+            return nested.describe(torch.empty(preprocessing.shape, dtype=torch.uint8))  # as it will be when cropped
         tensors = list(nested.iter_tensors(image))
         if not tensors:
             raise InputError(f"an image must be a tensor or an array, but is a {type(image).__name__}")
@@ -122,6 +142,10 @@ class TorchBackend:
             raise InputError(f"an image must have shape {preprocessing.shape}, but has {tuple(tensors[0].shape)}")
         if any(tensor.dtype == torch.uint8 for tensor in tensors):
             _require_preprocessing(preprocessing)
+        if preprocessing is not None and self._check_range:
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    preprocessing.check_range(tensor)
         return nested.describe(image)
 
     def check(self, image: Any) -> None:
