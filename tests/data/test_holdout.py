@@ -148,7 +148,7 @@ def test_damaged_splits_are_refused(tmp_path: Path, message: str) -> None:
 def test_files_that_are_no_splits_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "split.safetensors"
     hold_out = HoldOut.random(image_set(30), 7, 3)
-    for metadata, message in (({"format": "pt"}, "format"), ({"format": FORMAT, "version": "2"}, "version '2'")):
+    for metadata, message in (({"format": "pt"}, "format"), ({"format": FORMAT, "version": "3"}, "version '3'")):
         save_file(
             {"val.index": hold_out.val.index, "val.fingerprint": hold_out.val.fingerprints}, path, metadata=metadata
         )

@@ -140,7 +140,7 @@ class Preprocessing:
             cropped = [crop_center(Image.fromarray(image).convert(mode), self.size, self.margin) for image in batch]
             pixels = [np.asarray(image).reshape(self.size, self.size, -1) for image in cropped]
             batch = np.stack(pixels) if pixels else np.empty((0, self.size, self.size, len(self.mean)), np.uint8)
-        return np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
+        return np.array(batch.transpose(0, 3, 1, 2), order="C")  # a copy, with the usual strides for one channel, too
 
     def check_range(self, images: Any) -> None:
         """Raise InputError for floats that are plainly not normalized, such as pixels from 0 to 255.

@@ -1,12 +1,14 @@
 """Class folders of image files: ImageNet, Caltech-256 and user folders. Pillow decodes the images on access."""
 
 import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from hashlib import blake2b, file_digest
 from math import exp, log, sqrt
 from os import scandir
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ CALTECH256 = Archive(
     "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar",
     "67b4f42ca05d46448c6bb8ecd2220f6d",
 )
+_END_BYTES = 1 << 14  # read at both ends of a file to compare it with others
 _ORIENTATION = 0x0112  # EXIF tag: how the stored pixels must be turned to be upright
 
 
@@ -65,6 +68,10 @@ class ImageFileSet:
         ]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
+    def paths(self) -> Iterator[Path]:
+        """Iterate over the paths of the files."""
+        return (self.root / file for file in self.files)
+
     def fingerprints(self) -> Tensor:
         """Return a hash of each file's name and folder (n,) int64."""
         return hash_rows(file.encode(errors="surrogateescape") for file in self.files)  # names may be any bytes
@@ -90,13 +97,16 @@ def require_pillow(extra: str = "train") -> None:
         raise InputError(f"image files need Pillow: pip install 'exitwise[{extra}]'") from None
 
 
-def scan_class_folders(root: Path, size: int, classes: tuple[str, ...] | None = None) -> ImageFileSet:
+def scan_class_folders(
+    root: Path, size: int, classes: tuple[str, ...] | None = None, classes_of: str = "train"
+) -> ImageFileSet:
     """List the image files of the class folders in `root`; log the number of other files.
 
     Args:
         root: Folder with a folder per class.
         size: Height and width of the decoded images.
         classes: Expected names of the class folders; any names by default.
+        classes_of: The folder that has these, for the message.
     """
     require_pillow()
     if not root.is_dir():
@@ -106,7 +116,9 @@ def scan_class_folders(root: Path, size: int, classes: tuple[str, ...] | None = 
         raise InputError(f"{root} must hold at least two class folders, but holds {len(names)}")
     if classes is not None and names != classes:
         difference = sorted(set(names) ^ set(classes))[0]
-        raise InputError(f"{root} must have the {len(classes)} class folders of train, but differs in {difference!r}")
+        raise InputError(
+            f"{root} must have the {len(classes)} class folders of {classes_of}, but differs in {difference!r}"
+        )
     files, labels, skipped = [], [], 0
     for label, name in enumerate(names):
         paths = sorted(path for path in (root / name).rglob("*") if path.is_file())
@@ -142,15 +154,84 @@ def load_caltech256(root: Path, size: int) -> ImageFileSet:
     return replace(dataset, classes=tuple(name.split(".", 1)[-1] for name in dataset.classes))
 
 
+def find_parts(path: Path) -> dict[str, Path]:
+    """Return the folders train, val and test of a user's folder, if it has two or three of them; else nothing."""
+    parts = {name: path / name for name in ("train", "val", "test") if (path / name).is_dir()}
+    return parts if len(parts) > 1 else {}
+
+
 def load_user_folder(path: Path, size: int) -> tuple[ImageFileSet, ImageFileSet | None]:
-    """Load the class folders of `path` as (images, None), or its train/ and test/ (else val/) as (train, test)."""
-    test = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
-    if (path / "train").is_dir() and test is not None:
-        if test.name == "test" and (path / "val").is_dir():
-            _log.warning("%s: val/ is not used, validation images are held out from train/", path)
-        train = scan_class_folders(path / "train", size)
-        return train, scan_class_folders(test, size, train.classes)
-    return scan_class_folders(path, size), None
+    """Load the class folders of `path` as (images, None), or two of its parts as (train, test).
+
+    Of train/, val/ and test/, the test images are test/ or, without it, val/; the others are train/ or, without it,
+    val/.
+    """
+    parts = find_parts(path)
+    if not parts:
+        return scan_class_folders(path, size), None
+    names = [name for name in ("train", "val", "test") if name in parts]
+    train = scan_class_folders(parts[names[0]], size)
+    return train, scan_class_folders(parts[names[-1]], size, train.classes, names[0])
+
+
+def find_shared_files(first: ImageFileSet, second: ImageFileSet) -> list[tuple[Path, Path]]:
+    """Return pairs of files (of the first set, of the second) with the same content, one for each such second file.
+
+    Only files of equal size are read: first their ends and, where these are equal, all of them.
+    """
+    ours, theirs = list(first.paths()), list(second.paths())
+    pairs: list[tuple[Path, Path]] = []
+    for key in (_file_size, _hash_ends, _hash_file):
+        groups: dict[Any, list[Path]] = {}
+        for path in ours:
+            groups.setdefault(_key_or_none(key, path), []).append(path)
+        groups.pop(None, None)
+        matched = {path: value for path in theirs if (value := _key_or_none(key, path)) in groups}
+        ours = [path for value in dict.fromkeys(matched.values()) for path in groups[value]]
+        theirs = list(matched)
+        pairs = [(groups[value][0], path) for path, value in matched.items()]
+    return pairs
+
+
+def _key_or_none(key: Callable[[Path], Any], path: Path) -> Any:
+    """Return the key of a file, None if it cannot be read: that is an error when it is decoded."""
+    try:
+        return key(path)
+    except OSError:
+        return None
+
+
+def _file_size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _hash_ends(path: Path) -> bytes:
+    with path.open("rb") as file:
+        start = file.read(_END_BYTES)
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        return blake2b(start + file.read(_END_BYTES)).digest()
+
+
+def _hash_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file_digest(file, "blake2b").digest()
+
+
+def common_size(*image_sets: ImageFileSet) -> int | None:
+    """Return the side of the images if all are squares of one size, else None. Reads only the headers of files."""
+    from PIL import Image
+
+    side: int | None = None
+    for path in (path for image_set in image_sets for path in image_set.paths()):
+        try:
+            with Image.open(path) as file:
+                width, height = file.size
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue  # an error when it is decoded, or skipped
+        side = side or width
+        if not width == height == side:
+            return None
+    return side
 
 
 def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list[float] | None) -> np.ndarray:

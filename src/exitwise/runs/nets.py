@@ -9,13 +9,12 @@ from exitwise.core.errors import InputError, first_line
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint
-from exitwise.runs.data import DEFAULT_IMAGE_SIZE
 from exitwise.runs.run import Run
 
 
-def net_input_size(preset: str | None) -> int:
-    """Return the image size of a preset, or the default for a net of the user's own. A mistyped name is an error."""
-    return models.config(preset).input_shape[1] if preset else DEFAULT_IMAGE_SIZE
+def net_input_size(preset: str | None) -> int | None:
+    """Return the image size of a preset, None for a net of the user's own. A mistyped name is an error."""
+    return models.config(preset).input_shape[1] if preset else None
 
 
 def build_net(preset: str | None, function: str | None, shape: tuple[int, int, int], classes: int) -> MultiExitNet:

@@ -23,6 +23,17 @@ class DataOptions:
         Option(help="Dataset: cifar100, cifar10, fashion-mnist, imagenet, caltech256, digits, or folder:PATH."),
     ] = None
     root: Annotated[Path | None, Option(help="Folder that holds the dataset.")] = None
+    val_data: Annotated[
+        str | None,
+        Option(
+            help="Folder of validation images, a folder per class. Without test images, half of them are for testing.",
+            show_default="PATH/val, or held out from --data",
+        ),
+    ] = None
+    test_data: Annotated[
+        str | None,
+        Option(help="Folder of test images, a folder per class.", show_default="PATH/test, or held out from --data"),
+    ] = None
     split_seed: Annotated[int | None, Option(help="Seed that selects the held-out images.", show_default="0")] = None
     val_size: Annotated[
         int | None, Option(help="Number of validation images.", show_default="the dataset's", min=1)
@@ -30,7 +41,9 @@ class DataOptions:
     test_size: Annotated[
         int | None, Option(help="Number of test images, for data without a test set.", show_default=False, min=1)
     ] = None
-    image_size: Annotated[int | None, Option(help="Size of images from files.", show_default="the net's", min=1)] = None
+    image_size: Annotated[
+        int | None, Option(help="Size of images from files.", show_default="the net's or the images' own", min=1)
+    ] = None
     download: Annotated[bool, Option("--download", help="Download the dataset into --root first.")] = False
     skip_unreadable: Annotated[
         bool, Option("--skip-unreadable", help="Skip image files that cannot be decoded, with a warning for each.")

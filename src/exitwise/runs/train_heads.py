@@ -12,6 +12,7 @@ from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.models.attach.attach import attach
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.data import load_new_data
+from exitwise.runs.leaks import last_exit_accuracy, warn_of_accuracies
 from exitwise.runs.nets import build_net, net_input_size
 from exitwise.runs.options import DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
@@ -57,6 +58,10 @@ def train_heads_of_new_run(
             with temporary_seed(seed):
                 net = attach(net.eval(), at, exits=options.exits, example_inputs=torch.rand(1, *splits.train.shape))
         net.to(fabric.device)
+        if not options.last:
+            parts = {"validation": splits.val, "test": splits.test, "training": splits.train}
+            accuracies = [last_exit_accuracy(net, images, name) for name, images in parts.items()]
+            warn_of_accuracies(accuracies, net.num_classes)
         settings: dict[str, Any] = {**recipe.to_dict(), "train_last": options.last, "seed": seed}
         history = train_heads(net, splits.train, splits.val, workers=machine.workers, callback=callback, **settings)
         training = {
