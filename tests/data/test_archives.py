@@ -6,6 +6,7 @@ import socket
 import struct
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -192,6 +193,10 @@ def test_debians_copy_is_the_real_one() -> None:
     assert pixels.std() / 255 == pytest.approx(train.std[0], abs=5e-5)
 
 
+def idx_header(*shape: int) -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+
+
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 WHOLE = fashion_files()
 
@@ -203,7 +208,11 @@ WHOLE = fashion_files()
         (IMAGES, idx(WHOLE[LABELS]), "must be an IDX file of bytes with 3 dimensions"),
         (IMAGES, b"\0\0\10\3\0\0", "but has another header"),
         (IMAGES, idx(WHOLE[IMAGES])[:-1], "but has 7055: cut off?"),
-        (IMAGES, idx(WHOLE[IMAGES]) + b"\0", "but has 7057"),
+        (IMAGES, idx(WHOLE[IMAGES]) + b"\0", "but has more"),
+        (IMAGES, idx_header(1 << 31, 1 << 31, 4), "but its header has the shape (2147483648, 2147483648, 4)"),
+        (IMAGES, idx_header(2**32 - 1, 2**32 - 1, 2**32 - 1), "but its header has the shape"),
+        (IMAGES, idx_header(0, 28, 28), "but its header has the shape (0, 28, 28)"),
+        (f"{IMAGES}.gz", gzip.compress(idx_header(1 << 20, 28, 28), mtime=0), "but has 0: cut off?"),
         (IMAGES, idx(WHOLE[IMAGES][:, :27]), "train images must be 28 x 28, but are 27 x 28"),
         (LABELS, idx(WHOLE[LABELS][:7]), "a label per image, but has 7 for 9"),
         (LABELS, idx(WHOLE[LABELS] + 10), "train labels must be 0..9"),
@@ -218,6 +227,24 @@ def test_damaged_idx_files_are_refused(tmp_path: Path, name: str, content: bytes
     error = refused("fashion-mnist", tmp_path)
     assert message in error
     assert str(tmp_path) in error
+
+
+@pytest.mark.parametrize("count", [9, 10_000_000])
+def test_a_file_that_expands_to_more_than_it_promises_takes_little_memory(tmp_path: Path, count: int) -> None:
+    """A gzip file of zeros, a thousandth of its contents, with a header of few images or of more than are read."""
+    write_fashion(tmp_path, zipped=True)
+    with gzip.open(tmp_path / f"{IMAGES}.gz", "wb", compresslevel=1) as file:
+        file.write(idx_header(count, 28, 28))
+        for _ in range(100):
+            file.write(b"\0" * (1 << 20))
+    tracemalloc.start()
+    try:
+        error = refused("fashion-mnist", tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "but has more" in error or "but its header has the shape" in error
+    assert peak < 20 << 20
 
 
 @pytest.mark.parametrize("name", ["train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"])

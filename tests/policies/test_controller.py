@@ -206,12 +206,24 @@ class TestState:
             ({"policy": {"thresholds": [0.5]}}, "the last -inf"),
             ({"policy": None}, "not a usable controller"),
             ({"horizon": 0}, "`horizon`"),
+            ({"horizon": 10**400}, "`horizon` must be a whole number from 1 to"),
+            ({"budget": 10**400}, "`budget` must lie between"),
+            ({"step": 1e308}, "`step`"),
+            ({"state": {"shift": 1e308, "slope": 1.0}}, "`shift` must be a number from -4 to 4, but got 1e.308"),
+            ({"state": {"shift": 0.0, "slope": 1e308}}, "`slope` must be a number of at most"),
+            ({"state": {"shift": 0.0, "slope": 10**400}}, "`slope` must be a number"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "debt": 1e308}}, "`debt`"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "spent": 1e308}}, "`spent`"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "samples": 10**400}}, "`samples`"),
+            ({"state": {"shift": 0.0, "slope": 1.0, "samples": 1.5}}, "`samples`"),
         ],
     )
     def test_a_broken_file_is_named_and_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
         path = tmp_path / "controller.json"
         ew.BudgetController(fitted()).save(path)
-        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+        data = {**json.loads(path.read_text()), **change}
+        del data["sha256"]
+        path.write_text(json.dumps(data))
         with pytest.raises(ew.InputError, match=message) as caught:
             ew.BudgetController.load(path)
         assert "controller.json" in str(caught.value)
@@ -228,6 +240,13 @@ class TestState:
         (lambda: ew.BudgetController(fitted(), float("nan")), "but got nan"),
         (lambda: ew.BudgetController(ew.sweep(random_probs(0, 2, 9, 3), costs=[1, 2])[0]), "but got None"),
         (lambda: ew.BudgetController(fitted(), horizon=0), "`horizon`"),
+        (lambda: ew.BudgetController(fitted(), 1e308), "1 to 7 MACs, but got 1e.308"),
+        (lambda: ew.BudgetController(fitted(), 10**400), "1 to 7 MACs, but got 1000"),
+        (lambda: ew.BudgetController(fitted(), 10**5000), "1 to 7 MACs, but got a huge int"),
+        (lambda: ew.BudgetController(fitted(), horizon=10**400), "`horizon` must be a whole number from 1 to 1000000"),
+        (lambda: ew.BudgetController(fitted(), step=10**400), "`step` must be a number between 0 and 4"),
+        (lambda: fitted().shifted(float("nan")), "`by` must be a number, but got nan"),
+        (lambda: fitted().shifted(10**400), "`by` must be a number"),
         (lambda: ew.BudgetController(fitted(), step=0), "`step`"),
         (lambda: ew.BudgetController(fitted()).update([4]), "`exits` must lie in 0..3, but reach from 4 to 4"),
         (lambda: ew.BudgetController(fitted()).update([0.5]), "`exits` must be whole numbers"),
@@ -239,6 +258,11 @@ class TestState:
 def test_bad_input(make: Any, message: str) -> None:
     with pytest.raises(ew.InputError, match=message):
         make()
+
+
+def test_extreme_shifts_do_not_overflow() -> None:
+    for by in (1e308, -1e308, 5000, -5000):
+        assert all(value == value for value in fitted().shifted(by).thresholds)
 
 
 def test_the_slope_is_that_of_the_cost() -> None:

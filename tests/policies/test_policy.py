@@ -297,7 +297,19 @@ class TestPolicy:
             ({"version": None}, "must hold a policy of version 1"),
             ({"format": "exitwise.trace"}, "must hold a policy of version 1"),
             ({"thresholds": [0.5, "nan", "-inf"]}, "`thresholds` must be numbers"),
-            ({"thresholds": [0.5, nan, "-inf"]}, "`thresholds` must be numbers"),
+            ({"thresholds": [0.5, nan, "-inf"]}, "it holds NaN"),
+            (
+                '{"format": "exitwise.policy", "version": 1, "thresholds": ["-inf"], "cost": 1e999}',
+                "`cost` must be fin",
+            ),
+            ({"budget": 10**400}, "`budget` must be finite, but got 1000"),
+            ({"q": inf}, "it holds Infinity"),
+            ({"costs": [1.0, 10**400]}, "`costs` must be finite"),
+            (
+                '{"format": "exitwise.policy", "version": 1, "thresholds": ["-inf"], "guarantee": '
+                '{"tune": 5, "hold": 5, "epsilon": 1e999}}',
+                "`guarantee.epsilon` must be finite, but got inf",
+            ),
             ({"thresholds": [0.5, 0.4]}, "the last -inf"),
             ({"thresholds": []}, "one per exit"),
             ({"thresholds": None}, "not a usable policy"),

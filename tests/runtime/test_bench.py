@@ -9,6 +9,7 @@ import torch
 from command import Command, zoo_run
 
 import exitwise as ew
+from exitwise.core.files import read_json
 from exitwise.runtime import bench
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def measured(run: Path, exitwise: Command) -> Any:
         order = ("bench", run, "--backend", "torch", "--backend", "optimized", *SIZES, "--repeats", 1, "--json")
         done = exitwise(*order, "--costs-of", "optimized:8", "--threads", 1)
         assert done.status == 0, done.err
-        assert done.json == json.loads((run / "bench.json").read_text())
+        assert done.json == read_json(run / "bench.json")
     return json.loads((run / "bench.json").read_text())
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
 from exitwise import data
+from exitwise.core.files import write_json
 from exitwise.training import machine
 from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.checkpoints import CheckpointDirectory
@@ -587,7 +588,7 @@ def test_a_precision_that_the_cpu_dies_of_is_refused(
 def test_a_checkpoint_of_another_net_is_refused(run: Path, tmp_path: Path, exitwise: Command) -> None:
     metadata = json.loads((run / "run.json").read_text())
     metadata["model"] = {"preset": "tiny-8", "num_classes": 10, "in_channels": 3}
-    (run / "run.json").write_text(json.dumps(metadata))
+    write_json(run / "run.json", metadata)
     done = exitwise("train", run, "--resume")
     assert done.status == 2
     assert "the checkpoint is of another net" in done.err

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, shorten
 
 T = TypeVar("T")
 
@@ -26,38 +26,48 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
+def is_finite(value: Any) -> bool:
+    """Return whether `value` is a number that a float can hold."""
+    try:
+        return is_number(value) and isfinite(value)
+    except OverflowError:  # an integer beyond 1e308
+        return False
+
+
 def check_integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` if it is a whole number in `minimum..maximum`."""
     if not is_integer(value) or not _is_within(value, minimum, maximum):
-        raise InputError(f"`{name}` must be a whole number{_describe_range(minimum, maximum)}, but got {value!r}")
+        raise InputError(
+            f"`{name}` must be a whole number{_describe_range(minimum, maximum)}, but got {shorten(value)}"
+        )
     return int(value)
 
 
 def check_number(name: str, value: Any, minimum: float | None = None, maximum: float | None = None) -> float:
     """Return `value` as a float if it is finite and lies in `minimum..maximum`."""
-    if not is_number(value) or not isfinite(value) or not _is_within(value, minimum, maximum):
-        raise InputError(f"`{name}` must be a number{_describe_range(minimum, maximum)}, but got {value!r}")
+    if not is_finite(value) or not _is_within(value, minimum, maximum):
+        raise InputError(f"`{name}` must be a number{_describe_range(minimum, maximum)}, but got {shorten(value)}")
     return float(value)
 
 
 def check_between(name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a float if it lies strictly between `low` and `high`."""
     if not is_number(value) or not low < value < high:
-        raise InputError(f"`{name}` must be a number between {low:g} and {high:g}, but got {value!r}")
+        raise InputError(f"`{name}` must be a number between {low:g} and {high:g}, but got {shorten(value)}")
     return float(value)
 
 
 def check_bool(name: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"`{name}` must be True or False, but got {value!r}")
+        raise InputError(f"`{name}` must be True or False, but got {shorten(value)}")
     return value
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise InputError(f"`{name}` must be one of {', '.join(choices)}, but got {value!r}")
+        raise InputError(f"`{name}` must be one of {', '.join(choices)}, but got {shorten(value)}")
     return value
 
 
@@ -73,7 +83,7 @@ def get_named(name: str, value: Any, known: Mapping[str, T], kind: str, known_hi
     """
     if not isinstance(value, str) or value not in known:
         hint = suggest(value, known, known_hint)
-        raise InputError(f"`{name}` must be the name of {kind}, but got {value!r}; {hint}")
+        raise InputError(f"`{name}` must be the name of {kind}, but got {shorten(value)}; {hint}")
     return known[value]
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from exitwise.core.checks import check_choice, is_number
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, shorten
 
 UNITS = ("MACs", "ms")
 
@@ -37,13 +37,13 @@ class Costs:
             values = tuple(float(value) for value in self.values)
         except (OverflowError, TypeError, ValueError):
             raise InputError(
-                f"`costs` must be positive, finite numbers, one per exit, but got {self.values!r}"
+                f"`costs` must be positive, finite numbers, one per exit, but got {shorten(self.values)}"
             ) from None
         object.__setattr__(self, "values", values)
         if not values or not all(1e-100 < value < 1e100 for value in values):  # keeps sums and ratios finite
-            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {list(values)}")
+            raise InputError(f"`costs` must be positive, finite numbers, one per exit, but got {shorten(list(values))}")
         if any(later <= earlier for earlier, later in pairwise(values)):
-            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {list(values)}")
+            raise InputError(f"`costs` are cumulative and must grow from exit to exit, but got {shorten(list(values))}")
         check_choice("unit", self.unit, UNITS)
 
     @classmethod
@@ -67,7 +67,7 @@ class Costs:
         if not is_number(budget) or not low <= budget <= high:
             raise InputError(
                 f"`budget` must lie between the cost of the first exit and that of the last, "
-                f"{low:.10g} to {high:.10g} {self.unit}, but got {budget}"
+                f"{low:.10g} to {high:.10g} {self.unit}, but got {shorten(budget)}"
             )
 
 

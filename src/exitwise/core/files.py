@@ -53,6 +53,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """
     contents = json.loads(json.dumps(data, allow_nan=False))
     if "format" in contents:
+        contents.pop(DIGEST_KEY, None)  # of data that was read in another way than by `read_json`
         first = {key: contents.pop(key) for key in ("format", "version") if key in contents}
         contents = {**first, DIGEST_KEY: _json_digest({**first, **contents}), **contents}
     text = json.dumps(contents, indent=2)

@@ -2,7 +2,9 @@
 
 import gzip
 import zlib
+from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from exitwise.core.errors import InputError
 from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import ImageSet
 
+_MAX_BYTES = 1 << 30  # of a decompressed file: more than a million images
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # folder of Debian's package dataset-fashion-mnist
 
 MEAN, STD = (0.2860,), (0.3530,)
@@ -65,13 +68,31 @@ def _read_idx(root: Path, name: str, dimensions: int) -> np.ndarray:
     if file is None:
         raise InputError(f"{root / name}.gz does not exist")
     try:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            header = _read_at_most(stream, 4 + 4 * dimensions)
+            if len(header) < 4 + 4 * dimensions or header[:4] != bytes([0, 0, 8, dimensions]):
+                raise InputError(
+                    f"{file} must be an IDX file of bytes with {dimensions} dimensions, but has another header"
+                )
+            shape = tuple(int(size) for size in np.frombuffer(header, ">u4", dimensions, offset=4))
+            size = prod(shape)  # of Python's integers, which do not overflow
+            if not 0 < size <= _MAX_BYTES:
+                raise InputError(f"{file} must hold 1 to {_MAX_BYTES:,} bytes, but its header has the shape {shape}")
+            data = _read_at_most(stream, size + 1)
     except (OSError, EOFError, zlib.error) as error:
+        if file.suffix != ".gz":
+            raise
         raise InputError(f"{file} is not a complete gzip file: {error}") from None
-    header = 4 + 4 * dimensions
-    if len(data) < header or data[:4] != bytes([0, 0, 8, dimensions]):
-        raise InputError(f"{file} must be an IDX file of bytes with {dimensions} dimensions, but has another header")
-    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", dimensions, offset=4))
-    if not shape[0] or len(data) - header != int(np.prod(shape, dtype=np.int64)):
-        raise InputError(f"{file} must hold {shape} bytes after its header, but has {len(data) - header}: cut off?")
-    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+    if len(data) != size:
+        count = "more" if len(data) > size else f"{len(data)}: cut off?"
+        raise InputError(f"{file} must hold {shape} bytes after its header, but has {count}")
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _read_at_most(stream: BinaryIO, size: int) -> bytes:
+    """Return up to `size` bytes; memory grows with the bytes that there are, whatever a header promises."""
+    blocks, remaining = [], size
+    while remaining and (block := stream.read(min(remaining, 1 << 20))):
+        blocks.append(block)
+        remaining -= len(block)
+    return b"".join(blocks)

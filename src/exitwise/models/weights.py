@@ -1,8 +1,11 @@
 """Weights in files: exitwise's format, the two released MSDNet code bases, torchvision's ResNets and DenseNets."""
 
 import re
+import struct
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,14 @@ from torch import Tensor
 
 from exitwise import models
 from exitwise.core import tensorfiles
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, first_line
 from exitwise.models.net import MultiExitNet
 
 FORMAT, VERSION = "exitwise.net", 1
+
+_FLOAT = torch.empty(0)
+# Types that become any other floating type by a cast; float8 weights need the scales of their program.
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # Patterns of the released code's keys, and their replacements. Order matters: `.m.` is a neck in a classifier, and a
 # transition elsewhere.
@@ -84,9 +91,32 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     expected = net.state_dict()
     for key in [key for key in expected if key.endswith("num_batches_tracked")]:  # absent from old files, never used
         loaded.setdefault(key, expected[key])
-    check_state_dict(net, loaded, path)
-    net.load_state_dict(loaded)
+    loaded = check_state_dict(net, loaded, path)
+    with restore_on_error(net):
+        load_state(net, loaded, path)
     return net
+
+
+@contextmanager
+def restore_on_error(net: MultiExitNet) -> Iterator[None]:
+    """Give the net its former weights back if the block fails."""
+    before = {key: value.clone() for key, value in net.state_dict().items() if isinstance(value, Tensor)}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for key, value in net.state_dict().items():
+                if key in before:
+                    value.copy_(before[key])
+        raise
+
+
+def load_state(net: MultiExitNet, state: Mapping[str, Tensor], source: Path | str) -> None:
+    """Load a state dict that `check_state_dict` returned; errors of a net's own hooks become an InputError."""
+    try:
+        net.load_state_dict(dict(state))
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{source} could not be loaded into the net: {first_line(error)}") from None
 
 
 def load_net(path: str | Path) -> MultiExitNet:
@@ -134,6 +164,7 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         state: Any = tensorfiles.read(path)[0]
     else:
+        _check_uncompressed(path)
         try:
             with warnings.catch_warnings(action="ignore"):
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -154,9 +185,51 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
     return dict(state)
 
 
-def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str) -> None:
-    """Raise `InputError` unless `loaded` has the net's keys and shapes and is finite; `source` begins the message."""
-    expected = net.state_dict()
+def _check_uncompressed(path: Path) -> None:
+    """Raise InputError if a zip file would take more memory than its size: torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (OSError, RecursionError, RuntimeError, ValueError, LookupError, zipfile.BadZipFile, struct.error):
+        return  # another format, or damaged: torch.load decides
+    if size > path.stat().st_size:
+        raise InputError(
+            f"{path} is compressed, from {size:,} bytes: write it with torch.save, which does not compress"
+        )
+
+
+def _describe_unusual_kind(tensor: Tensor, expected: Tensor) -> str | None:
+    """Return how a tensor differs from one that can be weights in the place of `expected`, or None."""
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"has the layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return "is quantized"
+    if tensor.is_meta:
+        return "is a meta tensor, without values"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if expected.is_floating_point():
+        return None if tensor.dtype in _FLOATS else f"is {dtype}"
+    if expected.is_complex() or tensor.is_complex():
+        return None if expected.is_complex() and tensor.is_complex() else f"is {dtype}"
+    return (
+        f"is {dtype}"
+        if tensor.is_floating_point() or (tensor.dtype == torch.bool) != (expected.dtype == torch.bool)
+        else None
+    )
+
+
+def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str) -> dict[str, Tensor]:
+    """Return `loaded` in the net's types; raise `InputError` unless it has its keys and shapes and is finite in them.
+
+    `source` begins the message. Nothing is allocated before the shapes fit.
+    """
+    expected = {key: value for key, value in net.state_dict().items() if isinstance(value, Tensor)}
+    for key, value in loaded.items():
+        if kind := _describe_unusual_kind(value, expected.get(key, value)):
+            wanted = str(expected.get(key, _FLOAT).dtype).removeprefix("torch.")
+            raise InputError(f"{source} cannot be loaded: {key!r} {kind}, but must be a dense {wanted} tensor")
     problems = []
     missing = next((key for key in expected if key not in loaded), None)
     unexpected = next((key for key in loaded if key not in expected), None)
@@ -172,9 +245,16 @@ def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Pa
     if problems:
         hint = _describe_fitting_preset(loaded, net.spec)
         raise InputError(f"{source} does not fit {_describe_spec(net.spec)}: {', '.join(problems)}; {hint}")
-    non_finite = next((key for key, value in loaded.items() if not tensorfiles.all_finite(value)), None)
-    if non_finite:
-        raise InputError(f"{source} holds values that are not finite in {non_finite!r}")
+    cast = {key: loaded[key].detach().to(expected[key].dtype) for key in expected}
+    for key, value in cast.items():
+        if not tensorfiles.all_finite(value):
+            too_large = tensorfiles.all_finite(loaded[key])
+            dtype = str(value.dtype).removeprefix("torch.")
+            reason = f"that are not finite in {dtype}" if too_large else "that are not finite"
+            raise InputError(f"{source} holds values {reason} in {key!r}")
+        if not value.is_floating_point() and not torch.equal(value.to(loaded[key].dtype), loaded[key]):
+            raise InputError(f"{source} holds values in {key!r} that {value.dtype} cannot hold")
+    return cast
 
 
 def _describe_spec(spec: Mapping[str, Any] | None) -> str:

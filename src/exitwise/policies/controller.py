@@ -18,6 +18,7 @@ from exitwise.policies.policy import Policy
 FORMAT, VERSION = "exitwise.controller", 1
 
 _MAX_SHIFT = 4.0  # distances to full certainty times 1/55 or 55: beyond that almost no exit changes
+_MAX_HORIZON = 10**12  # samples
 _SLOPE_PROBE = 0.25  # shift that estimates how steeply the cost grows
 
 
@@ -91,7 +92,7 @@ class BudgetController:
             raise InputError("`policy` must know its costs: use one that `fit_policy` made")
         budget = policy.budget if budget is None else budget
         Costs(policy.costs, policy.unit).check_budget(budget)
-        self.horizon = check_integer("horizon", horizon, 1)
+        self.horizon = check_integer("horizon", horizon, 1, _MAX_HORIZON)
         self.step = check_between("step", step, 0, _MAX_SHIFT)
         self.base_policy, self.budget = policy, float(budget or 0.0)
         self.state = BudgetState(shift=0.0, slope=self._default_slope)
@@ -197,10 +198,21 @@ class BudgetController:
         try:
             policy = Policy.from_dict(data["policy"])
             controller = cls(policy, data["budget"], horizon=data["horizon"], step=data["step"])
-            controller.state = BudgetState(**data["state"])
-        except (KeyError, TypeError, InputError) as error:
+            controller.state = controller._check_state(BudgetState(**data["state"]))
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"not a usable controller: {error}") from None
         return controller
+
+    def _check_state(self, state: BudgetState) -> BudgetState:
+        """Return a state from a file if samples with these costs can lead to it, up to rounding."""
+        check_integer("samples", state.samples, 0, 2**53)
+        check_number("shift", state.shift, -_MAX_SHIFT, _MAX_SHIFT)
+        costs = self.base_policy.costs or (0.0, 1.0)
+        difference, largest = costs[-1] - costs[0], 1.001 * state.samples * costs[-1]
+        check_number("slope", state.slope, maximum=max(difference / _SLOPE_PROBE, 1.0) * 1.001)
+        check_number("spent", state.spent, 0.999 * state.samples * costs[0], largest)
+        check_number("debt", state.debt, -largest, largest)
+        return state
 
     def save(self, path: str | Path) -> None:
         """Write everything to a JSON file, so that another process can resume."""

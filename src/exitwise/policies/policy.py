@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.checks import check_choice, is_number
+from exitwise.core.checks import check_choice, check_number, is_finite, is_number
 from exitwise.core.costs import UNITS, Costs
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.files import read_json, write_json
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.results import Result
@@ -20,6 +20,7 @@ from exitwise.policies.scores import SCORES, ScoreState, check_score, exit_score
 
 VERSION = 1
 OBJECTIVES = ("accuracy", "nlpd")
+_MAX_SHIFT = 50.0  # keeps exp(shift) finite; no score has thresholds that a larger shift would change
 
 
 @dataclass(frozen=True)
@@ -122,16 +123,18 @@ class Policy(Result):
             thresholds = tuple(float(value) for value in self.thresholds)
         except (OverflowError, TypeError, ValueError):
             raise InputError(
-                f"`thresholds` must be numbers, one per exit, the last -inf, but got {self.thresholds!r}"
+                f"`thresholds` must be numbers, one per exit, the last -inf, but got {shorten(self.thresholds)}"
             ) from None
         object.__setattr__(self, "thresholds", thresholds)
         if not thresholds or any(value != value for value in thresholds) or thresholds[-1] != -inf:
-            raise InputError(f"`thresholds` must be numbers, one per exit, the last -inf, but got {list(thresholds)}")
+            raise InputError(
+                f"`thresholds` must be numbers, one per exit, the last -inf, but got {shorten(list(thresholds))}"
+            )
         check_score(self.score)
         check_choice("unit", self.unit, UNITS)
         for name in ("cost", "budget", "q"):
-            if not isinstance(value := getattr(self, name), int | float | None):
-                raise InputError(f"`{name}` must be a number or None, but got {value!r}")
+            if (value := getattr(self, name)) is not None and not is_finite(value):
+                raise InputError(f"`{name}` must be a finite number or None, but got {shorten(value)}")
         if self.costs is not None:
             object.__setattr__(self, "costs", check_costs(Costs(self.costs, self.unit), len(thresholds)).values)
 
@@ -179,6 +182,7 @@ class Policy(Result):
 
         It is stricter for `by` > 0, and the cost of any samples grows with `by`. Infinite thresholds do not change.
         """
+        by = min(max(check_number("by", by), -_MAX_SHIFT), _MAX_SHIFT)
         if not by:
             return self
         score = SCORES[self.score]
@@ -207,6 +211,9 @@ class Policy(Result):
         """Make a policy from the result of `to_dict`; raise `InputError` if it is invalid."""
         try:
             thresholds = tuple(float(value) for value in data["thresholds"])
+            for name, value in data.items():
+                if name != "thresholds":
+                    _check_finite(name, value)
             parts = {
                 name: kind(**data[name]) if data.get(name) is not None else None
                 for name, kind in (("fit", PolicyFit), ("guarantee", Guarantee))
@@ -214,6 +221,8 @@ class Policy(Result):
             return cls(**{**data, "thresholds": thresholds, **parts})
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"not a usable policy: {error}") from None
+        except (AttributeError, RecursionError) as error:
+            raise InputError(f"not a usable policy: {first_line(error)}") from None
 
     def _records(self) -> list[dict[str, Any]]:
         return [{"exit": k, "threshold": threshold} for k, threshold in enumerate(self.thresholds)]
@@ -232,6 +241,18 @@ class Policy(Result):
             return cls.from_dict(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """Raise InputError if a number in nested JSON data is not finite."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_finite(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_finite(name, item)
+    elif is_number(value) and not is_finite(value):
+        raise InputError(f"`{name}` must be finite, but got {shorten(value)}")
 
 
 def thresholds_to_json(thresholds: Sequence[float]) -> list[float | str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from exitwise.core.checks import check_integer, is_integer
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, first_line
 from exitwise.core.files import read_json, write_json
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.policy import Policy
@@ -205,8 +205,8 @@ class Manifest:
             )
         except KeyError as error:
             raise InputError(f"{path} lacks {error.args[0]!r}") from None
-        except (AttributeError, TypeError, InputError) as error:
-            raise InputError(f"{path} is not usable: {error}") from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{path} is not usable: {first_line(error)}") from None
 
     def read_graph(self, folder: Path, exit: int) -> bytes:
         """Read the graph of an exit; raise `InputError` if its SHA-256 is not that of the manifest.

@@ -13,12 +13,12 @@ from exitwise.calibration.calibration import Calibration
 from exitwise.core import nested, tensorfiles
 from exitwise.core.checks import check_bool
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, shorten
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
-from exitwise.models.weights import check_state_dict
+from exitwise.models.weights import check_state_dict, load_state, restore_on_error
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
 from exitwise.runtime import engine, folding
@@ -194,7 +194,8 @@ class Classifier(nn.Module):
         Args:
             path: The safetensors file.
             net: A net of the same architecture, needed unless the saved net was built from a preset. The weights are
-                loaded into it, or into a copy of it if the classifier was saved optimized.
+                loaded into it, or into a copy of it if the classifier was saved optimized. If anything in the file
+                does not fit, the net keeps its weights.
         """
         return tensorfiles.load(
             Path(path), FORMAT, VERSION, lambda tensors, metadata: cls._from_tensors(tensors, metadata, net)
@@ -216,17 +217,18 @@ class Classifier(nn.Module):
             check_state_dict(folding.optimize_for_cpu(meta_net) if optimized else meta_net, weights, "its net")
         net = models.rebuild(spec).eval() if user_net is None else user_net
         net = folding.optimize_for_cpu(net) if optimized else net
-        check_state_dict(net, weights, "its net")
-        net.load_state_dict(weights)
+        weights = check_state_dict(net, weights, "its net")
         preprocessing = metadata["preprocessing"]
-        classifier = cls(
-            net,
-            calibration,
-            policy,
-            costs=None if metadata["costs"] is None else Costs(metadata["costs"], policy.unit),
-            classes=metadata["classes"],
-            preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
-        )
+        with restore_on_error(net):  # the net is the user's: it keeps its weights if anything does not fit
+            load_state(net, weights, "its net")
+            classifier = cls(
+                net,
+                calibration,
+                policy,
+                costs=None if metadata["costs"] is None else Costs(metadata["costs"], policy.unit),
+                classes=_check_classes(metadata["classes"]),
+                preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+            )
         classifier.optimized = optimized
         return classifier
 
@@ -247,6 +249,13 @@ class Classifier(nn.Module):
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, named without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _check_classes(classes: Any) -> list[str] | None:
+    """Return the names of the classes in a file; raise InputError unless they are a list of strings, or None."""
+    if classes is not None and (not isinstance(classes, list) or not all(isinstance(name, str) for name in classes)):
+        raise InputError(f"`classes` must be a list of names, but is {shorten(classes)}")
+    return classes
 
 
 def _check_heads(net: MultiExitNet, calibration: Calibration) -> None:

@@ -17,6 +17,7 @@ from exitwise.policies.policy import Policy
 from exitwise.runtime import engine
 from exitwise.runtime.bundle import InputSpec, Manifest
 from exitwise.runtime.engine import Answer, Prediction
+from exitwise.runtime.external_data import has_external_data
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -245,7 +246,18 @@ def _argument_name(spec: InputSpec) -> str:
 
 
 def inference_session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":
-    """Load a graph into onnxruntime, to run on the CPU; errors name `path`."""
+    """Load a graph into onnxruntime, to run on the CPU; errors name `path`.
+
+    A graph with external data is refused: onnxruntime would read it from any file that the graph names.
+    """
+    try:
+        external = has_external_data(graph)
+    except InputError as error:
+        raise InputError(f"{path} is not an ONNX graph: {error}") from None
+    if external:
+        raise InputError(
+            f"{path} stores data in other files, which no checksum covers: export it without external data"
+        )
     try:
         import onnxruntime
     except ImportError:

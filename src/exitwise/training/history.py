@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, first_line
 from exitwise.core.files import atomic_write
 
 if TYPE_CHECKING:
@@ -110,12 +110,15 @@ class History:
         """Read a CSV file that `save` wrote."""
         try:
             with path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+                names, *records = csv.reader(file)
+            if len(set(names)) < len(names) or any(len(record) != len(names) for record in records):
+                raise ValueError("every row must have the cells of the first, which must have different names")
+            rows = [dict(zip(names, record, strict=True)) for record in records]
             return cls(tuple(map(_parse_row, rows)), _parse_kept(rows))
         except FileNotFoundError:
             raise InputError(f"{path} does not exist") from None
-        except (KeyError, TypeError, ValueError, csv.Error) as error:
-            raise InputError(f"{path} is not a training history: {error}") from None
+        except (KeyError, OverflowError, TypeError, ValueError, csv.Error) as error:
+            raise InputError(f"{path} is not a training history: {first_line(error)}") from None
 
     def plot(self, path: Path) -> None:
         """Write the figure to a PNG, SVG or PDF file, depending on the suffix of `path`."""
@@ -164,4 +167,7 @@ def _parse_kept(rows: list[dict[str, str]]) -> tuple[int, ...]:
     if not rows or "kept" not in rows[0]:
         return ()
     epochs = {int(exit): int(row["epoch"]) for row in rows for exit in row["kept"].split()}
-    return tuple(epochs.get(k, 0) for k in range(1, 1 + sum(name.startswith("val_top1_exit") for name in rows[0])))
+    exits = sum(name.startswith("val_top1_exit") for name in rows[0])
+    if not all(1 <= k <= exits for k in epochs) or not all(1 <= epoch <= len(rows) for epoch in epochs.values()):
+        raise ValueError(f"`kept` must hold exits from 1 to {exits}, in rows of epochs from 1 to {len(rows)}")
+    return tuple(epochs.get(k, 0) for k in range(1, 1 + exits))

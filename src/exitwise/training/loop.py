@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
 from exitwise.core.checks import check_integer
-from exitwise.core.errors import AllRanksError, InputError, first_line
+from exitwise.core.errors import AllRanksError, InputError, first_line, shorten
 from exitwise.core.files import remove_partial_files
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.core.tensorfiles import all_finite
@@ -101,8 +101,8 @@ class TrainingState:
             rows = [EpochRecord.from_dict(row) for row in data["rows"]]
             numbers = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
             return cls(epoch=int(data["epoch"]), batch=int(data["batch"]), rows=rows, **numbers)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"a checkpoint's state is not usable: {error!r}") from None
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise InputError(f"a checkpoint's state is not usable: {shorten(error)}") from None
 
 
 def train(
