@@ -54,7 +54,7 @@ def follow(page: str, folder: Path, exitwise: Command) -> list[str]:
     assert (folder / "runs" / "early" / "report.html").stat().st_size > 100_000
     rows = list(csv.DictReader(results["predict"].out.splitlines()))
     assert sum(row["label"] == "cat" for row in rows) > 0.9 * len(rows) > 100
-    assert {row["exit"] for row in rows} & {"0", "1"}  # some stopped early
+    assert {row["exit_from_0"] for row in rows} & {"0", "1"}  # some stopped early
     return list(results)
 
 

@@ -420,3 +420,22 @@ def test_features_of_real_images_are_those_of_the_released_code(
     for k, computed in enumerate(features):
         expected = trace[f"{split}.features.{k}"][:64].float()
         torch.testing.assert_close(computed, expected, rtol=2**-11, atol=5e-6)
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model_state_dict", "model", "net"])
+def test_a_state_dict_is_unwrapped(tmp_path: Path, wrapper: str) -> None:
+    net = ew.models.msdnet("tiny-8")
+    state = {f"module.{key}": value for key, value in net.state_dict().items()}
+    torch.save({wrapper: state, "epoch": 3}, tmp_path / "net.pth")
+    other = ew.models.msdnet("tiny-8")
+    ew.load_checkpoint(other, tmp_path / "net.pth")
+    assert all(torch.equal(value, net.state_dict()[key]) for key, value in other.state_dict().items())
+
+
+def test_messages_name_keys_as_they_are_in_the_file(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"module.layer1.0.conv1.weight": torch.zeros(2, 2)}}, tmp_path / "net.pth")
+    with pytest.raises(ValueError, match="does not fit") as error:
+        ew.load_checkpoint(ew.models.msdnet("tiny-8"), tmp_path / "net.pth")
+    assert "first unexpected key 'module.layer1.0.conv1.weight'" in str(error.value)
+    assert "stages.0.layer1" not in str(error.value)
+    assert len(str(error.value)) - len(str(tmp_path)) < 300

@@ -474,8 +474,20 @@ def test_one_exit(tab: Open, tmp_path: Path) -> None:
         written(build_report(Run(new_run(tmp_path / "run", trace)), ReportOptions()), tmp_path / "report.html").file,
         390,
     )
-    assert "A network with one exit" in seen.page.locator("#headline").inner_text()
+    headline = seen.page.locator("#headline").inner_text()
+    assert "A network with one exit" in headline
+    assert "train-heads --attach auto" in headline
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
+    # There is no budget, no decision and no earlier exit to speak of.
+    expect(seen.page.locator("#bar")).to_be_hidden()
+    assert seen.page.locator("#budgets").count() == 0
+    assert seen.page.locator("#sections a[href='#budgets']").count() == 0
+    text = seen.page.locator("#main").inner_text()
+    for phrase in ("At a budget", "slider", "exit early", "Saved", "Decision experiment", "exits taken at this budget"):
+        assert phrase not in text, phrase
+    assert "MSDNet" not in text
+    assert "plain" in seen.text("#table-ablation")
+    assert seen.page.locator("#tiles-easy li").count() > 0
 
 
 # Pairs of texts in one chart that overlap.

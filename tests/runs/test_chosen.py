@@ -38,7 +38,7 @@ def test_export_uses_the_evaluated_method_and_policy(run: Path, tmp_path: Path, 
     evaluated = json.loads((run / "policy.json").read_text())
     policy, method, err = bundle_of(exitwise, run, tmp_path / "bundle")
     assert method == "T_opt"
-    assert policy == {key: value for key, value in evaluated.items() if key not in ("format", "version")}
+    assert policy == {key: value for key, value in evaluated.items() if key not in ("format", "version", "sha256")}
     assert "T_opt, budget" in err
     assert "margin thresholds by auto (as evaluated)" in err
 
@@ -140,3 +140,34 @@ def test_the_report_shows_the_chosen_policy_at_its_budget(
     step = explorer["steps"][explorer["chosen"]]
     assert step["budget"] == pytest.approx(chosen.policy.budget)
     assert step["ours"]["thresholds"] == chosen.policy.to_dict()["thresholds"]
+
+
+@pytest.mark.slow
+def test_a_product_of_experts_is_used_and_named_by_every_later_command(
+    run: Path, tmp_path: Path, exitwise: Command
+) -> None:
+    name = "PoE Laplace T_opt sigma_opt"
+    assert exitwise("evaluate", run, "--budget", "70%", "--method", name).status == 0
+    chosen = Run(run).chosen()
+    assert chosen is not None
+    assert chosen.calibration.method.name == name
+    policy, method, err = bundle_of(exitwise, run, tmp_path / "bundle")
+    assert (method, policy) == (name, chosen.policy.to_dict())
+    assert f"{name}, budget" in err
+    image = tmp_path / "image.png"
+    Image.effect_noise((8, 8), 60).save(image)
+    done = exitwise("predict", run, image)
+    assert done.status == 0, done.err
+    assert f"{name}, budget" in done.err
+    bench = exitwise(
+        "bench", run, "--backend", "torch", "--batch-size", 1, "--costs-of", "torch:1", "--repeats", 1, "--json"
+    )
+    assert bench.json["method"] == name
+    assert f"{name}, budget" in bench.err
+    done = exitwise("report", run)
+    assert done.status == 0, done.err
+    assert f"{name}, budget" in done.err
+    report = build_report(Run(run), ReportOptions())
+    assert report.data["method"] == name
+    explorer = report.data["explorers"][0]
+    assert explorer["steps"][explorer["chosen"]]["ours"]["thresholds"] == chosen.policy.to_dict()["thresholds"]

@@ -85,7 +85,7 @@ class TestRows:
         images = (pictures / 255 - mean[:, None, None]) / std[:, None, None]
         found = ew.Classifier(ew.load_net(run / "net.safetensors"), calibration, policy)(images)
         assert [int(row["predicted"]) for row in rows] == found.predicted.tolist()
-        assert [int(row["exit"]) for row in rows] == found.exits.tolist()
+        assert [int(row["exit_from_0"]) for row in rows] == found.exits.tolist()
         assert [float(row["cost"]) for row in rows] == found.costs.tolist()
         assert [float(row["confidence"]) for row in rows] == pytest.approx(found.probs.amax(1).tolist(), abs=1e-5)
         assert trace.classes is not None
@@ -418,7 +418,7 @@ class TestFaults:
         lines = [process.stdout.readline() for _ in range(3)]
         process.stdout.close()
         assert process.wait() != 0
-        assert lines[0].decode().strip().split(",") == FIELDS
+        assert lines[0].decode().strip().split(",") == ["exit_from_0" if name == "exit" else name for name in FIELDS]
         assert "Traceback" not in process.stderr.read().decode()
         process.stderr.close()
 
@@ -473,10 +473,10 @@ class TestRefused:
         assert other.status == 2
         assert "the list of images has changed" in other.err
         shorter = exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out, "--resume")
-        assert "there are no more pictures" in shorter.err
+        assert "there are no more images" in shorter.err
         assert out.read_bytes() == before
         exitwise("predict", run, folder / "04.png", "--budget", "50%", "--out", out, "--force")
         assert [Path(row["image"]).name for row in read(out)] == ["04.png"]
-        assert "is no regular file" in exitwise("predict", run, folder, "--out", tmp_path).err
+        assert "is not a regular file" in exitwise("predict", run, folder, "--out", tmp_path).err
         assert exitwise("predict", run, folder / "00.png", "-").status == 2
         assert "is not a run" in exitwise("predict", tmp_path, folder / "00.png").err

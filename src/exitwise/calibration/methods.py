@@ -90,6 +90,11 @@ class Method:
         return (self.laplace or self.dropout is not None) and self._is_elementwise
 
     @property
+    def keeps_classes(self) -> bool:
+        """True if every exit predicts the same class as without calibration: temperature alone changes none."""
+        return not self.laplace and self.ensemble is None and self.dropout is None
+
+    @property
     def _is_elementwise(self) -> bool:
         """True if the ensemble combines each class separately, or if there is no ensemble."""
         return self.ensemble is None or ENSEMBLES[self.ensemble].is_elementwise
@@ -126,7 +131,7 @@ def get_method(name: str) -> Method:
     slug = _make_slug(name.replace(rate[0], "") if rate else name)
     if slug not in by_slug:
         nearest = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        known = f"known are {', '.join(map(repr, methods))}"
+        known = f"for example {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
         hint = f"did you mean {by_slug[nearest[0]].name!r}?" if nearest else known
         kinds = "one of the paper's twelve, of the six with PoE or of the four with MC dropout"
         raise InputError(f"`method` must be {kinds}, but got {name!r}; {hint}")

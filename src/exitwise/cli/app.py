@@ -11,6 +11,7 @@ import typer
 
 from exitwise.cli.calibrate import ablate, calibrate, cost
 from exitwise.cli.deploy import bench, export, predict
+from exitwise.cli.option_names import name_options, shorten_message
 from exitwise.cli.policies import evaluate, policies
 from exitwise.cli.report import report
 from exitwise.cli.start import demo, models
@@ -54,9 +55,9 @@ def main() -> None:
     except typer.TyperException as error:
         _fail(f"{_describe_usage_error(error)}. Try `exitwise --help`.")
     except AllRanksError as error:
-        _fail(str(error), silent=not is_rank_zero())
+        _fail(name_options(str(error), _typed_command()), silent=not is_rank_zero())
     except InputError as error:
-        _fail(str(error))
+        _fail(name_options(str(error), _typed_command()))
     except BrokenPipeError:
         sys.stderr.close()  # the reader is gone: no message, and none from the interpreter's last flush either
         sys.exit(141)
@@ -81,6 +82,12 @@ def _describe_usage_error(error: typer.TyperException) -> str:
     return message if value in message else f"{message}, but got {value}"
 
 
+def _typed_command() -> Callable[..., Any] | None:
+    """Return the function of the command that the user typed."""
+    functions = {command.__name__.replace("_", "-"): command for group in COMMANDS.values() for command in group}
+    return next((functions[word] for word in sys.argv[1:] if word in functions), None)
+
+
 def _exit_on_sigterm(*_: object) -> None:
     """End as after Ctrl-C, through every clean-up on the way."""
     raise SystemExit(143)
@@ -89,7 +96,7 @@ def _exit_on_sigterm(*_: object) -> None:
 def _fail(message: str, status: int = 2, silent: bool = False) -> None:
     """Exit with one line on stderr; `silent` on ranks whose message rank 0 prints."""
     if not silent:
-        print(f"exitwise: {escape_controls(' '.join(message.split()))}", file=sys.stderr)
+        print(f"exitwise: {shorten_message(escape_controls(' '.join(message.split())))}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -31,6 +31,7 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Tune temperature and prior variance of every exit on the validation split, and save the calibration."""
+    from exitwise.calibration.search_bounds import describe_values_at_bounds
     from exitwise.cli import tables
     from exitwise.cli.progress import spinner
 
@@ -40,9 +41,12 @@ def calibrate(
         calibration = tuner.calibrate(calibration_method)
         vanilla = tuner.calibrate(VANILLA)
     calibration.save(opened.calibration_file(calibration_method))
+    notes = describe_values_at_bounds(calibration)
     if as_json:
-        return print_json(**calibration.to_dict())
-    tables.console().print(tables.calibration(calibration, vanilla))
+        return print_json(**calibration.to_dict(), notes=notes)
+    out = tables.console()
+    out.print(tables.calibration(calibration, vanilla))
+    tables.print_notes(out, notes)
     return None
 
 
@@ -66,6 +70,7 @@ def ablate(
     from exitwise.cli import tables
     from exitwise.cli.progress import spinner
     from exitwise.evaluation.paper_tables import make_paper_tables
+    from exitwise.runs.labels import model_labels
 
     methods = list(dict.fromkeys([*METHODS, *(get_method(name).name for name in also or [])]))
     opened, trace, tuner = _open_run(run, mode, samples, seed, search)
@@ -76,11 +81,12 @@ def ablate(
     if as_json:
         return print_json(**results)
     preset = trace.preset or ""
-    out = tables.console()
-    out.print(tables.ablation(paper_tables.ablation, "Ablation", zoo.published_changes("ablation", preset), out.width))
+    out, labels = tables.console(), model_labels(trace.preset)
+    published = zoo.published_changes("ablation", preset)
+    out.print(tables.ablation(paper_tables.ablation, "Ablation", published, out.width, labels))
     published = zoo.published_changes("decision_experiment", preset)
     title = "\nDecision experiment: the model that decides when to exit"
-    out.print(tables.ablation(paper_tables.decisions, title, published, out.width))
+    out.print(tables.ablation(paper_tables.decisions, title, published, out.width, labels))
     return None
 
 

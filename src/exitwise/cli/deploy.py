@@ -1,5 +1,6 @@
 """Commands that deploy a net: bench, export and predict."""
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -152,7 +153,7 @@ def bench(
         costs_of=costs_of,
         net=net,
     )
-    with progress_bars() as progress:
+    with progress_bars("measurements") as progress:
         report = bench_run(Run(run), options, lambda done, total: progress("bench", done, total))
     if as_json:
         return print_json(**report.metadata)
@@ -189,7 +190,8 @@ def export(
     budget = format_cost(policy.budget or 0.0, policy.unit)
     print(
         f"The bundle is in {out}: {', '.join(files)}. Its thresholds are for {budget} per image.\n"
-        f"Try it: exitwise predict {out} IMAGES, or from Python: exitwise.runtime.onnx.Session({str(out)!r})"
+        f"Try it: exitwise predict {shlex.quote(str(out))} IMAGES, "
+        f"or from Python: exitwise.runtime.onnx.Session({str(out)!r})"
     )
     return None
 
@@ -230,8 +232,8 @@ def _describe_summary(summary: "Summary", full_cost: float, unit: str, seconds: 
         parts.append(
             f"mean cost {format_cost(summary.mean_cost, unit)}, {summary.mean_cost / full_cost:.1%} of the full net's"
         )
-        shares = ", ".join(f"{count / answered:.1%} at exit {k + 1}" for k, count in sorted(summary.exits.items()))
-        parts.append(f"exited: {shares}")
+        shares = ", ".join(f"{count / answered:.1%} at exit {k}" for k, count in sorted(summary.exits.items()))
+        parts.append(f"exited (counted from 0, as in the rows): {shares}")
     if summary.errors:
         parts.append(f"{summary.errors} with an error, see their rows")
     return "; ".join(parts)

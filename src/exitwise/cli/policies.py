@@ -1,5 +1,6 @@
 """Commands about budgets: evaluate and policies."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from exitwise.calibration.methods import OURS, VANILLA, get_method
 from exitwise.cli.options import JsonOption, MethodOption, RunArgument, print_json
+from exitwise.core.checks import check_choice
 from exitwise.core.errors import InputError
 
 ObjectiveOption = Annotated[str, typer.Option(help="Metric that thresholds optimize: accuracy or nlpd.")]
@@ -15,9 +17,9 @@ ObjectiveOption = Annotated[str, typer.Option(help="Metric that thresholds optim
 def evaluate(
     run: RunArgument,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms after `exitwise bench`."),
-    ],
+    ] = None,
     method: MethodOption = OURS,
     score: Annotated[
         str, typer.Option(help="Exit score: confidence, margin, entropy, variance or patience.")
@@ -28,11 +30,18 @@ def evaluate(
     objective: ObjectiveOption = "accuracy",
     certify: Annotated[
         float | None,
-        typer.Option(help="Certify the budget with this failure probability, such as 0.05; holds out half of val."),
+        typer.Option(
+            help="Certify the budget or the loss with this failure probability, such as 0.05; holds out half of val."
+        ),
     ] = None,
     max_loss: Annotated[
-        float | None,
-        typer.Option(help="Also certify a maximum loss relative to the last exit: 0.01 is one percentage point."),
+        str | None,
+        typer.Option(
+            metavar="POINTS",
+            help="Instead of a budget: the cheapest policy that loses at most so many points, such as 0.2, against the "
+            "last exit of the plain net. With --budget and --certify: also certify a loss against the last exit of the "
+            "calibrated net, as a fraction (0.01) or in points (1%).",
+        ),
     ] = None,
     risk: Annotated[
         str | None,
@@ -43,36 +52,50 @@ def evaluate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit thresholds for a budget on the validation split, and measure accuracy and calibration on the test split.
+    """Fit thresholds on the validation split, for a budget or for a loss, and measure them on the test split.
 
     The run remembers the calibrated net and its thresholds: `predict`, `export`, `bench` and `report` use them.
     """
     from exitwise.cli import tables
-    from exitwise.policies.certificate import Certificate
-    from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
+    from exitwise.policies.certificate import RISKS, Certificate
+    from exitwise.runs.budgets import costs_in_budget_unit, parse_budget, parse_max_loss
+    from exitwise.runs.labels import model_labels
     from exitwise.runs.policies import PolicyOptions, evaluate_run
     from exitwise.runs.run import Run
 
     calibration_method, certificate = get_method(method), None
     if risk is not None and max_loss is None:
         raise InputError("--risk is the kind of loss of --max-loss: give the maximum loss, too")
-    if certify is not None:
-        certificate = Certificate(certify, None if max_loss is None else risk or "accuracy", max_loss)
-    elif max_loss is not None:
-        raise InputError("--max-loss is part of a certificate: give its failure probability with --certify 0.05")
+    if budget is None and max_loss is None:
+        raise InputError("evaluate needs --budget 50%, or --max-loss 0.2 for the cheapest policy that loses so little")
+    kind = check_choice("risk", risk or "accuracy", RISKS)
+    loss = None if max_loss is None else parse_max_loss(max_loss, with_budget=budget is not None)
+    if certify is not None and budget is None:
+        certificate = Certificate(None, kind, loss, certify)
+    elif certify is not None:
+        certificate = Certificate(certify, None if loss is None else kind, loss)
+    elif budget is not None and max_loss is not None:
+        raise InputError(
+            "--max-loss with --budget is part of a certificate: give its failure probability with --certify 0.05, or "
+            "leave out --budget for the cheapest policy"
+        )
     opened = Run(run)
     trace = opened.trace()
-    costs = costs_in_budget_unit(budget, opened, trace)
-    amount = parse_budget(budget, costs)
+    costs = trace.costs if budget is None else costs_in_budget_unit(budget, opened, trace)
+    amount = None if budget is None else parse_budget(budget, costs)
     options = PolicyOptions(strategy, score, objective, certificate)
+    if budget is None:
+        options = replace(options, max_loss=loss, risk=kind)
     evaluation = evaluate_run(opened, trace, calibration_method, costs, amount, options, against or ())
     if as_json:
         return print_json(**evaluation.to_dict())
     policy, result = evaluation.models[evaluation.method]
     out = tables.console()
-    out.print(tables.evaluation(evaluation.models, amount, costs.unit))
+    labels = model_labels(trace.preset)
+    out.print(tables.evaluation(evaluation, costs, labels))
     out.print(tables.exits(policy, result, evaluation.models[VANILLA][1], costs.values, costs.unit))
     out.print(tables.describe_fit(policy))
+    tables.print_notes(out, evaluation.notes)
     return None
 
 
@@ -113,6 +136,7 @@ def policies(
     from exitwise.policies.scores import SCORES
     from exitwise.runs.budgets import costs_in_budget_unit, is_in_milliseconds, parse_budget
     from exitwise.runs.compare import Comparison, evenly_spaced_budgets
+    from exitwise.runs.labels import model_labels
     from exitwise.runs.run import Run
 
     opened = Run(run)
@@ -130,6 +154,6 @@ def policies(
     if as_json:
         return print_json(**table.to_dict())
     out = tables.console()
-    for part in tables.policies(table, out.width):
+    for part in tables.policies(table, out.width, model_labels(trace.preset)):
         out.print(part)
     return None

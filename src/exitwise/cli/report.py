@@ -72,7 +72,7 @@ def report(
         write_page(content, page)
         if static is not None:
             write_figures(content, static)
-        return _print_location(page, static, as_json, f"exitwise collect {shlex.quote(str(run))}")
+        return _print_location(page, static, as_json, opened.command("collect"))
     amount, unit = None, "MACs"
     if budget is not None:
         costs = costs_in_budget_unit(budget, opened, opened.trace())

@@ -1,5 +1,6 @@
 """Commands to begin with: demo and models."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,10 +45,10 @@ def demo(
     )
     console.print(tables.ablation(paper_tables.ablation, "Ablation", published, console.width))
     console.print("\n" + tables.summary(paper_tables.ablation))
-    path = escape(str(out))  # brackets in a path are not markup
+    path = escape(shlex.quote(str(out)))  # brackets in a path are not markup
     console.print(
         f"\n[bold]Open {escape(str(page))} in a browser.[/bold]\n"
-        f"\nThe run is in [bold]{path}[/bold]. Try next:\n"
+        f"\nThe run is in [bold]{escape(str(out))}[/bold]. Try next:\n"
         f"  exitwise evaluate {path} --budget 50%    [dim]accuracy and calibration at half of the cost[/dim]\n"
         f"  exitwise policies {path}    [dim]every way to choose thresholds, with intervals[/dim]\n"
         f"  exitwise predict {path} IMAGES --budget 50%    [dim]your own images, with early exits[/dim]\n"

@@ -1,6 +1,7 @@
 """Tables and sentences that the command prints, made from the library's results."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from rich import box
 from rich.console import Console
@@ -10,13 +11,14 @@ from rich.text import Text
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.overhead import ExitCost
-from exitwise.calibration.tuning import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
+from exitwise.calibration.search_bounds import find_values_at_bounds
 from exitwise.core.costs import Costs, format_cost, format_percent
 from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Policy, PolicyFit
 from exitwise.runs.compare import PUBLIC, PolicyTable
+from exitwise.runs.policies import RunEvaluation
 from exitwise.runtime.bench import FULL as FULL_NET
 from exitwise.runtime.bench import VANILLA as VANILLA_NET
 from exitwise.runtime.bench import Bench
@@ -71,7 +73,11 @@ def _table(title: str, caption: str | None = None, gap: int = 1) -> RichTable:
 
 
 def ablation(
-    table: Table, title: str, published: Mapping[str, Mapping[str, float]] | None, width: int = _WIDE
+    table: Table,
+    title: str,
+    published: Mapping[str, Mapping[str, float]] | None,
+    width: int = _WIDE,
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> RichTable:
     """Return a table of means over the budget range, with the change from the first row and the paper's change."""
     low, high = (format_cost(value, table.unit) for value in table.budget_range)
@@ -91,7 +97,9 @@ def ablation(
         if published:
             rich_table.add_column("paper", justify="right", no_wrap=True, style="italic")
     for i, row in enumerate(table):
-        cells: list[str | Text] = [Text(row.method, style="bold" if row.method in (OURS, "Our model") else "")]
+        cells: list[str | Text] = [
+            Text(labels.get(row.method, row.method), style="bold" if row.method in (OURS, "Our model") else "")
+        ]
         for name in metrics:
             cells.append(_drop_leading_zero(format_metric(name, getattr(row, name))))
             cells.append(format_change(name, row.change[name]) if i else "")
@@ -138,30 +146,36 @@ def calibration(calibration: Calibration, vanilla: Calibration) -> RichTable:
     ]
     for name in columns:
         table.add_column(name, justify="right")
+    at_bound = {(value.exit, value.quantity) for value in find_values_at_bounds(calibration)}
     for k, exit in enumerate(calibration.exits):
-        prior = [_format_tuned(exit.prior_var, PRIOR_BOUNDS)] if calibration.method.laplace else []
+        prior = [_format_tuned(exit.prior_var, (k, "prior variance") in at_bound)] if calibration.method.laplace else []
         nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{calibration.val_nlpd[k]:.4f}"]
-        table.add_row(str(k + 1), _format_tuned(exit.temperature, TEMPERATURE_BOUNDS), *prior, *nlpd)
+        temperature = _format_tuned(exit.temperature, (k, "temperature") in at_bound)
+        table.add_row(str(k + 1), temperature, *prior, *nlpd)
     return table
 
 
-def _format_tuned(value: float, bounds: tuple[float, float]) -> str:
-    """Format a tuned value and mark it if the continuous search stopped at a bound of its range."""
-    at_bound = value < bounds[0] * 1.05 or value > bounds[1] / 1.05
+def _format_tuned(value: float, at_bound: bool) -> str:
+    """Format a tuned value and mark it if it lies at a bound of its search."""
     return f"{value:.3g}{' (at its bound)' if at_bound else ''}"
 
 
-def evaluation(models: Mapping[str, tuple[Policy, Evaluation]], budget: float, unit: str) -> RichTable:
-    """Return a table that compares methods at one budget."""
-    title = f"\nBudget {format_cost(budget, unit)} per sample"
+def evaluation(evaluated: RunEvaluation, costs: Costs, labels: Mapping[str, str]) -> RichTable:
+    """Return a table that compares methods at one budget, or at one loss."""
+    models, unit, loss = evaluated.models, costs.unit, evaluated.max_loss
+    title = f"\nBudget {format_cost(evaluated.budget, unit)} per sample"
+    if loss is not None:
+        kind = "disagreement with" if loss["risk"] == "disagreement" else "top-1 below"
+        title = f"\nCheapest policies with at most {loss['points']:.4g} points of {kind} the last exit of the plain net"
     table = _table(title, "\nThresholds fitted on the validation split, all other rows measured on the test split.")
     table.add_column("")
     for name in models:
-        table.add_column(name, justify="right")
+        table.add_column(labels.get(name, name), justify="right")
     pairs = list(models.values())
     rows: list[tuple[str, list[str]]] = [
         ("mean cost, validation", [format_cost(policy.cost or 0.0, unit) for policy, _ in pairs]),
         ("mean cost, test", [format_cost(result.cost, unit) for _, result in pairs]),
+        *_loss_rows(evaluated, costs),
         ("top-1 %", [f"{result.top1:.2%}"[:-1] for _, result in pairs]),
         ("top-5 %", [f"{result.top5:.2%}"[:-1] for _, result in pairs]),
         ("NLPD", [f"{result.nlpd:.4f}" for _, result in pairs]),
@@ -176,13 +190,33 @@ def evaluation(models: Mapping[str, tuple[Policy, Evaluation]], budget: float, u
     return table
 
 
+def _loss_rows(evaluated: RunEvaluation, costs: Costs) -> list[tuple[str, list[str]]]:
+    """Return the rows of an evaluation at a maximum loss: the share of the full cost, and the loss in points."""
+    if evaluated.max_loss is None:
+        return []
+    losses = evaluated.max_loss["test"]
+    return [
+        (
+            "% of the full cost",
+            [f"{100 * result.cost / costs.values[-1]:.1f}" for _, result in evaluated.models.values()],
+        ),
+        ("loss, points", [f"{losses[name]:+.2f}" if name in losses else "" for name in evaluated.models]),
+    ]
+
+
+def print_notes(out: Console, notes: Sequence[str]) -> None:
+    """Print what the user should know about the results, one line each."""
+    for note in notes:
+        out.print(f"\nNote: {note}", soft_wrap=True, markup=False)
+
+
 def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
     """Return a table of exits: threshold, share of samples, and metrics if all samples exit there; also vanilla's."""
     table = _table(
         f"\nExits (a sample exits if its {policy.score} reaches the threshold)",
-        "\nTop-1, NLPD and ECE if all samples exit there, calibrated; vanilla: top-1 without calibration.",
+        "\nTop-1, NLPD and ECE if all samples exit there, calibrated; plain: top-1 without calibration.",
     )
-    for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "vanilla %"):
+    for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "plain %"):
         table.add_column(name, justify="right")
     for k, (calibrated, before) in enumerate(zip(result.per_exit, vanilla.per_exit, strict=True)):
         threshold = policy.thresholds[k]
@@ -309,11 +343,13 @@ def _describe_gap(fit: PolicyFit) -> str:
 _STRATEGY_NAMES = {PUBLIC: "paper's sweep", "label_free": "label-free"}
 
 
-def policies(table: PolicyTable, width: int = _WIDE) -> Iterator[RichTable | str]:
+def policies(
+    table: PolicyTable, width: int = _WIDE, labels: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RichTable | str]:
     """Yield one table per method and score, with a block of rows for each budget."""
     narrow = width < 97
     for method, score in dict.fromkeys((row.method, row.score) for row in table):
-        rich_table = _table(f"\n{method}, {score}", gap=0 if narrow else 1)
+        rich_table = _table(f"\n{labels.get(method, method)}, {score}", gap=0 if narrow else 1)
         rich_table.add_column("budget", justify="right", no_wrap=True)
         rich_table.add_column("strategy", no_wrap=True)
         names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "vs sweep")

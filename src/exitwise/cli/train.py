@@ -12,6 +12,7 @@ import typer
 from exitwise.cli.options import ForceOption, JsonOption, RunArgument, expand_options, print_json
 from exitwise.core.errors import InputError
 from exitwise.core.rank import is_rank_zero
+from exitwise.core.text import escape_controls
 from exitwise.runs.options import (
     DataOptions,
     ExecutionOptions,
@@ -85,7 +86,8 @@ def train(
     except TrainingInterruptedError as stopped:
         if is_rank_zero():
             devices = f" --devices {machine.devices}" if machine.devices else ""
-            command = f"exitwise train {shlex.quote(str(path))} --resume{devices}"
+            net_option = f" --net {shlex.quote(net.net)}" if net.net else ""
+            command = f"exitwise train {shlex.quote(str(path))} --resume{net_option}{devices}"
             print(f"exitwise: stopped {stopped}; `{command}` resumes it", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_rank_zero():
@@ -152,6 +154,7 @@ def collect(
     from exitwise.cli.progress import progress_bars
     from exitwise.runs.collect import CollectOptions, collect_existing_run, collect_new_run
 
+    _configure_logging()
     with progress_bars() as progress:
         options = CollectOptions(machine, batch_size, half, progress)
         if (run / "run.json").is_file():
@@ -169,12 +172,21 @@ def collect(
     if as_json:
         splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
         return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
-    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {run}")
+    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {shlex.quote(str(run))}")
     return None
 
 
+class _OneLineFormatter(logging.Formatter):
+    """Messages that begin like those of the command, with control characters of file names escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"exitwise: {escape_controls(record.getMessage())}"
+
+
 def _configure_logging() -> None:
-    logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, format="exitwise: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLineFormatter())
+    logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, handlers=[handler])
 
 
 def _new_run_path(out: Path | None, data: DataOptions) -> Path:
@@ -212,16 +224,21 @@ def _run_to_resume(run: Path | None, out: Path | None, data: DataOptions, force:
 def _print_result(path: Path, history: Any, net: str | None, as_json: bool) -> None:
     from exitwise.runs.run import Run
 
-    best, net_option = history.best, f" --net {net}" if net else ""
+    best = history.best
     if as_json:
         return print_json(run=str(path), best=best.epoch, **history.to_dict())
     accuracies = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
-    weights = "each head from the epoch of its lowest validation NLPD" if history.kept else f"the weights of epoch {best.epoch}"
-    if attached := Run(path).metadata["model"].get("attach"):
+    weights = (
+        "each head from the epoch of its lowest validation NLPD"
+        if history.kept
+        else f"the weights of epoch {best.epoch}"
+    )
+    run = Run(path)
+    if attached := run.metadata["model"].get("attach"):
         print(f"Exits are after {', '.join(attached['at'])}, and at the end.")
     print(
         f"Trained for {len(history.epochs)} epochs; the run keeps {weights}, "
         f"with validation top-1 {accuracies} % by exit.\n"
-        f"The run is in {path}: net.safetensors, history.csv, history.png. Next: exitwise collect {path}{net_option}"
+        f"The run is in {path}: net.safetensors, history.csv, history.png. Next: {run.command('collect')}"
     )
     return None

@@ -66,8 +66,8 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     """Load weights into `net` from exitwise's files or from state dicts of the released MSDNet code or torchvision.
 
     Files are safetensors, or `.pth` files, read with `weights_only=True`: nothing in a file is ever executed. The state
-    may be nested under `state_dict` or `model`, its keys may begin with `module.`. Nothing is changed unless everything
-    fits.
+    may be nested under `state_dict`, `model_state_dict`, `model` or `net`, its keys may begin with `module.`.
+    Nothing is changed unless everything fits.
 
     Args:
         net: The net to load into; its mode stays.
@@ -87,11 +87,13 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
         True
     """
     path = Path(path)
-    loaded = {_rename_key(key): value for key, value in _read_state_dict(path).items()}
+    state = _read_state_dict(path)
+    file_keys = {_rename_key(key): key for key in state}
+    loaded = {_rename_key(key): value for key, value in state.items()}
     expected = net.state_dict()
     for key in [key for key in expected if key.endswith("num_batches_tracked")]:  # absent from old files, never used
         loaded.setdefault(key, expected[key])
-    loaded = check_state_dict(net, loaded, path)
+    loaded = check_state_dict(net, loaded, path, file_keys)
     with restore_on_error(net):
         load_state(net, loaded, path)
     return net
@@ -173,7 +175,7 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
             raise InputError(
                 f"{path} must be a complete file that holds only tensors, but reading raised {kind}"
             ) from None
-    for name in ("state_dict", "model"):
+    for name in ("state_dict", "model_state_dict", "model", "net"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
     if (
@@ -220,16 +222,28 @@ def _describe_unusual_kind(tensor: Tensor, expected: Tensor) -> str | None:
     )
 
 
-def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str) -> dict[str, Tensor]:
+def check_state_dict(
+    net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str, file_keys: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
     """Return `loaded` in the net's types; raise `InputError` unless it has its keys and shapes and is finite in them.
 
-    `source` begins the message. Nothing is allocated before the shapes fit.
+    Nothing is allocated before the shapes fit.
+
+    Args:
+        net: The net that the weights are for.
+        loaded: Weights by the net's keys.
+        source: Beginning of the message.
+        file_keys: Keys in the file by the net's keys, where they differ: messages name these.
     """
+
+    def in_file(key: str) -> str:
+        return (file_keys or {}).get(key, key)
+
     expected = {key: value for key, value in net.state_dict().items() if isinstance(value, Tensor)}
     for key, value in loaded.items():
         if kind := _describe_unusual_kind(value, expected.get(key, value)):
             wanted = str(expected.get(key, _FLOAT).dtype).removeprefix("torch.")
-            raise InputError(f"{source} cannot be loaded: {key!r} {kind}, but must be a dense {wanted} tensor")
+            raise InputError(f"{source} cannot be loaded: {in_file(key)!r} {kind}, but must be a dense {wanted} tensor")
     problems = []
     missing = next((key for key in expected if key not in loaded), None)
     unexpected = next((key for key in loaded if key not in expected), None)
@@ -237,11 +251,10 @@ def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Pa
     if missing:
         problems.append(f"first missing key {missing!r}")
     if unexpected:
-        problems.append(f"first unexpected key {unexpected!r}")
+        problems.append(f"first unexpected key {in_file(unexpected)!r}")
     if reshaped:
-        problems.append(
-            f"{reshaped!r} has shape {tuple(loaded[reshaped].shape)} instead of {tuple(expected[reshaped].shape)}"
-        )
+        shapes = [tuple(state[reshaped].shape) for state in (loaded, expected)]
+        problems.append(f"{in_file(reshaped)!r} has shape {shapes[0]} instead of {shapes[1]}")
     if problems:
         hint = _describe_fitting_preset(loaded, net.spec)
         raise InputError(f"{source} does not fit {_describe_spec(net.spec)}: {', '.join(problems)}; {hint}")
@@ -251,9 +264,9 @@ def check_state_dict(net: MultiExitNet, loaded: Mapping[str, Tensor], source: Pa
             too_large = tensorfiles.all_finite(loaded[key])
             dtype = str(value.dtype).removeprefix("torch.")
             reason = f"that are not finite in {dtype}" if too_large else "that are not finite"
-            raise InputError(f"{source} holds values {reason} in {key!r}")
+            raise InputError(f"{source} holds values {reason} in {in_file(key)!r}")
         if not value.is_floating_point() and not torch.equal(value.to(loaded[key].dtype), loaded[key]):
-            raise InputError(f"{source} holds values in {key!r} that {value.dtype} cannot hold")
+            raise InputError(f"{source} holds values in {in_file(key)!r} that {value.dtype} cannot hold")
     return cast
 
 

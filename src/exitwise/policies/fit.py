@@ -117,7 +117,7 @@ def fit_policy(
     check_choice("risk", risk, RISKS)
     if max_loss is not None:
         if certify is not None or held_out is not None or held_out_labels is not None:
-            raise InputError("`max_loss` is without a certificate: give `risk` and `epsilon` of the Certificate instead")
+            raise InputError("`max_loss` is without a certificate: give `risk` and `epsilon` to the Certificate")
         if budget is not None:
             raise InputError(f"`budget` must be None with `max_loss`, but got {budget!r}")
         fitter = PolicyFitter(preds, labels, costs, score=score, objective=objective)
@@ -340,6 +340,8 @@ class PolicyFitter:
             InputError: If no policy loses so little, or an argument is invalid.
         """
         max_loss = check_number("max_loss", max_loss, 0, 1)
+        if strategy == "auto" and risk == "disagreement":
+            strategy = "geometric"  # of all strategies it is closest to the last exit at large budgets
         if risk == "accuracy" and self._labels is None:
             raise InputError("`labels` are needed for a loss in accuracy: the risk 'disagreement' needs none")
         preds = self._preds if reference is None else _check_reference(reference, len(self._samples))
@@ -358,6 +360,8 @@ class PolicyFitter:
 
         coarse = np.linspace(self.costs.values[0], self.costs.values[-1], _NUM_COARSE_BUDGETS).tolist()
         best = try_budgets(dict.fromkeys(coarse))
+        if best is None and strategy == "auto":  # it may decline to spend a budget that would reach the last exit
+            return self.fit_cheapest(max_loss, "geometric", risk, reference)
         if best is None:
             smallest = min(loss for _, loss in tried.values())
             raise InputError(

@@ -1,6 +1,6 @@
 """Data of the report: everything that it shows, computed with the library's functions, as a JSON-serializable dict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from exitwise.report.evaluated_model import EvaluatedModel
 from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
 from exitwise.report.provenance import net_provenance, page_provenance, report_provenance
 from exitwise.runs.chosen import ChosenClassifier
+from exitwise.runs.labels import model_labels
 from exitwise.runs.policies import (
     CalibratedSplits,
     PolicyOptions,
@@ -110,7 +111,7 @@ def build_report(
     for costs, budget in budgets:
         progress(f"fitting thresholds for budgets in {costs.unit}")
         explorers.append(explore_budgets(vanilla, ours, costs, budget, bootstrap, points, chosen_policy))
-    preset = trace.preset or ""
+    preset, labels = trace.preset or "", model_labels(trace.preset)
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -127,7 +128,7 @@ def build_report(
         "classes": list(trace.classes) if trace.classes else [f"class {i}" for i in range(trace.num_classes)],
         "explorers": explorers,
         "other_runs": other_runs,
-        "curves": [_curve_points(name, paper_tables.curves[name]) for name in METHODS],
+        "curves": [_curve_points(name, paper_tables.curves[name], labels) for name in METHODS],
         "published": published.curves(preset),
         "uncertainty": {
             "vanilla": uncertainty.exit_statistics(vanilla, trace.num_classes),
@@ -143,11 +144,11 @@ def build_report(
         "images": None if sheet is None else sheet.shape,
         "images_note": note,
         "tables": [
-            _table_data("ablation", "Ablation", paper_tables.ablation, preset),
-            _table_data("decision_experiment", "Decision experiment", paper_tables.decisions, preset),
+            _table_data("ablation", "Ablation", paper_tables.ablation, preset, labels),
+            _table_data("decision_experiment", "Decision experiment", paper_tables.decisions, preset, labels),
         ],
         "decisions": [
-            _curve_points(name, paper_tables.curves[key])
+            _curve_points(name, paper_tables.curves[key], labels)
             for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
         ],
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
@@ -275,23 +276,25 @@ def _compare_run(run: Run, method: Method, unit: str) -> dict[str, Any]:
         policies = [splits.fit_policy(costs, budget, PolicyOptions()) for budget in budgets]
         preds = calibration.predict(trace.test)
         curve = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=costs)
-        curves.append(_curve_points(calibration.method.name, curve))
+        curves.append(_curve_points(calibration.method.name, curve, model_labels(trace.preset)))
     return {"name": f"{run.name} ({name})", "unit": unit, "curves": curves}
 
 
-def _curve_points(name: str, curve: BudgetCurve) -> dict[str, Any]:
-    """Return {name, metrics: {metric: [[cost, value], ...]}}, sorted by cost."""
+def _curve_points(name: str, curve: BudgetCurve, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return {name, label, metrics: {metric: [[cost, value], ...]}}, sorted by cost."""
     points = sorted(curve, key=lambda point: point.cost)
-    return {"name": name, "metrics": {m: [[point.cost, getattr(point, m)] for point in points] for m in METRICS}}
+    metrics = {m: [[point.cost, getattr(point, m)] for point in points] for m in METRICS}
+    return {"name": name, "label": labels.get(name, name), "metrics": metrics}
 
 
-def _table_data(name: str, title: str, table: Table, preset: str) -> dict[str, Any]:
+def _table_data(name: str, title: str, table: Table, preset: str, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the rows of a table beside the published ones, and the table as CSV and LaTeX."""
     changes = zoo.published_changes(name, preset) or {}
     numbers = zoo.published_rows(name, preset) or {}
     rows = [
         {
             "method": row.method,
+            "label": labels.get(row.method, row.method),
             "metrics": {m: getattr(row, m) for m in METRICS},
             "change": row.change,
             "published": numbers.get(row.method),

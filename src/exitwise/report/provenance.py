@@ -9,6 +9,7 @@ from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.trace import Trace
 from exitwise.evaluation.bootstrap import LEVEL
 from exitwise.policies.policy import Policy
+from exitwise.runs.policies import PolicyOptions
 from exitwise.runs.run import Run, versions
 
 Pairs = list[tuple[str, str]]
@@ -103,16 +104,22 @@ def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) ->
 
 def _evaluate_options(method: str, policy: Policy) -> dict[str, Any]:
     """Return the options of `exitwise evaluate` that choose this policy."""
-    guarantee = policy.guarantee
+    guarantee, options = policy.guarantee, PolicyOptions.of(policy)
+    if options.max_loss is not None:
+        loss = {"max-loss": f"{100 * options.max_loss:.10g}", "risk": options.risk}
+        certify = None if guarantee is None else guarantee.risk_delta
+    else:
+        budget = {"budget": f"{policy.budget!r}{'ms' if policy.unit == 'ms' else ''}"}
+        loss = {} if guarantee is None else {"max-loss": guarantee.epsilon, "risk": guarantee.risk}
+        loss = {**budget, **loss}
+        certify = None if guarantee is None else (guarantee.budget_delta or 0.0) + (guarantee.risk_delta or 0.0)
     return {
-        "budget": f"{policy.budget!r}{'ms' if policy.unit == 'ms' else ''}",
+        **loss,
         "method": method,
         "score": policy.score,
         "strategy": policy.strategy,
         "objective": None if policy.fit is None else policy.fit.objective,
-        "certify": None if guarantee is None else guarantee.budget_delta,
-        "max-loss": None if guarantee is None else guarantee.epsilon,
-        "risk": None if guarantee is None else guarantee.risk,
+        "certify": certify,
     }
 
 

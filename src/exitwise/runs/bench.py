@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -19,6 +20,7 @@ from exitwise.core.files import write_json
 from exitwise.policies.fit import fit_policy
 from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
 from exitwise.runs.data import run_preprocessing
+from exitwise.runs.machine_load import describe_load, measure_load
 from exitwise.runs.nets import load_run_net
 from exitwise.runs.policies import load_or_calibrate
 from exitwise.runs.run import Run
@@ -80,12 +82,17 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
     policies = {}
     for text in options.budgets or [f"{share:.0%}" for share in bench.BUDGETS]:
         costs = costs_in_budget_unit(text, run, trace)
-        budget = parse_budget(text, costs)
+        budget = parse_budget(text, costs, check=bool(options.budgets))
         if not options.budgets and budget < costs.values[0]:
             notes.append(f"A budget of {text} is left out: the first exit costs more.")
             continue
         policy = fit_policy(val_preds, costs=costs, budget=budget, strategy="geometric")  # spends the whole budget
         policies[text] = bench.match_exit_shares(policy, noise_preds, bench.exit_shares(policy, val_preds))
+    load = measure_load()
+    if warning := describe_load(load):
+        notes.append(f"{warning[0].upper()}{warning[1:]}.")
+        print(f"exitwise: {warning}", file=sys.stderr)
+    progress(0, len(batch_sizes) * (options.repeats + 1) * len(backends))
     targets = bench.bench_targets(net, calibration, shape, backends, torch.get_num_threads())
     result = bench.measure(targets, policies, images, trace.costs.values, batch_sizes, options.repeats, progress)
     measured = result.costs(backend, int(size))
@@ -97,6 +104,8 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
         "method": calibration.method.name,
         "costs": {"unit": "ms", "of": options.costs_of, "values": list(measured.values)},
         "macs": list(trace.costs.values),
+        "load": load,
+        "notes": notes,
         **result.to_dict(),
     }
     write_json(run.bench_file, metadata)

@@ -32,6 +32,8 @@ class ChosenClassifier:
         if policy.budget is not None:
             parts.append(f"budget {format_cost(policy.budget, policy.unit)}")
         parts.append(f"{policy.score} thresholds by {policy.strategy}")
+        if policy.fit is not None and policy.fit.max_loss is not None:
+            parts.append(f"at most {100 * policy.fit.max_loss:.4g} points of loss")
         if policy.guarantee is not None:
             parts.append("certified")
         return ", ".join(parts)

@@ -1,5 +1,6 @@
 """Collect the trace of a run: a new one from a checkpoint and a dataset, or an existing one."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from exitwise.models.input_batches import Progress
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.data import load_new_data, load_splits
+from exitwise.runs.leaks import trace_accuracies, warn_of_accuracies
 from exitwise.runs.nets import build_net, net_input_size, rebuild_net
 from exitwise.runs.options import DataOptions, MachineOptions, NetOptions
 from exitwise.runs.run import Run, run_metadata
@@ -48,6 +50,8 @@ def collect_new_run(
     _launch(options.machine, net)
     with atomic_directory(directory) if rank() == 0 else nullcontext() as new:
         trace = _collect(net, splits, options)
+        if rank() == 0:
+            warn_of_accuracies(trace_accuracies(trace), trace.num_classes)
         if new:
             write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.net}, metadata))
             save_checkpoint(net, new / "net.safetensors")
@@ -64,15 +68,31 @@ def collect_existing_run(
     if run.trace_file.exists() and not force:
         raise InputError(f"{run.trace_file} exists: --force to collect it again")
     if not run.net_file.exists():
-        raise InputError(f"{directory} has no net yet: `exitwise train {directory} --resume` continues its training")
+        raise InputError(f"{directory} has no net yet: `{run.command('train', '--resume')}` continues its training")
+    if rank() == 0 and (note := unfinished_training_note(run)):
+        print(f"exitwise: {note}", file=sys.stderr)
     net = load_checkpoint(rebuild_net(run, function), run.net_file)
     splits = load_splits(run, root)
     _launch(options.machine, net)
     trace = _collect(net, splits, options)
     if rank() == 0:
+        training = run.metadata.get("training")
+        if training is None or training.get("freeze_backbone"):  # exitwise train holds out its validation images
+            warn_of_accuracies(trace_accuracies(trace), trace.num_classes)
         trace.save(run.trace_file, dtype=options.dtype)
         run.remove_derived()
     return trace
+
+
+def unfinished_training_note(run: Run) -> str | None:
+    """Return a warning if the training of a run stopped before its last epoch."""
+    epochs = run.epochs_done()
+    if epochs is None or epochs[0] >= epochs[1]:
+        return None
+    return (
+        f"the training of {run.directory} stopped after {epochs[0]} of {epochs[1]} epochs, so this is a trace of the "
+        f"best weights so far; `{run.command('train', '--resume')}` finishes it, then collect with --force"
+    )
 
 
 def _launch(options: MachineOptions, net: MultiExitNet) -> None:

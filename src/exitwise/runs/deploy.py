@@ -3,8 +3,9 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
-from exitwise.calibration.methods import OURS, Method, get_method
+from exitwise.calibration.methods import OURS, VANILLA, Method, get_method
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
@@ -50,22 +51,34 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
     """Fit a policy with the given options; the other ones are those of the chosen classifier, or defaults."""
     trace = run.trace()
     former = run.policy() if chosen is None else chosen.policy
-    costs, budget = _choose_budget(run, trace, options, former)
+    costs, budget = cast("tuple[Costs, float | None]", _choose_budget(run, trace, options, former))
     policy_options = PolicyOptions() if former is None else PolicyOptions.of(former)
     if options.score is not None:
         policy_options = replace(policy_options, score=options.score)
     if options.strategy is not None:
         policy_options = replace(policy_options, strategy=options.strategy)
+    if options.budget is not None and policy_options.max_loss is not None:
+        policy_options = replace(policy_options, max_loss=None, certificate=None)
     if options.certify is not None:
-        policy_options = replace(policy_options, certificate=Certificate(options.certify))
+        policy_options = replace(policy_options, certificate=_make_certificate(options.certify, policy_options))
+    if policy_options.max_loss is not None:
+        budget = None
     if options.method is not None:
         method = get_method(options.method)
     else:
         method = get_method(OURS) if chosen is None else chosen.calibration.method
     policy_options.check(method, costs, budget)
     calibrated = _calibrate(run, trace, method, options, policy_options, chosen)
-    policy = calibrated.fit_policy(costs, budget, policy_options)
+    plain = None if budget is not None else Tuner(trace).calibrate(VANILLA)
+    policy = calibrated.fit_policy(costs, budget, policy_options, plain)
     return ChosenClassifier(calibrated.calibration, policy, trace.classes)
+
+
+def _make_certificate(delta: float, options: PolicyOptions) -> Certificate:
+    """Return a certificate of the budget or, without one, of the maximum loss."""
+    if options.max_loss is None:
+        return Certificate(delta)
+    return Certificate(None, options.risk, options.max_loss, delta)
 
 
 def _choose_budget(run: Run, trace: Trace, options: ClassifierOptions, former: Policy | None) -> tuple[Costs, float]:

@@ -7,11 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.methods import DEFAULT_DRAWS, VANILLA, Method, get_method
+from exitwise.calibration.search_bounds import describe_values_at_bounds
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
-from exitwise.core.costs import Costs
+from exitwise.core.costs import Costs, format_cost
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Predictions
 from exitwise.evaluation.evaluate import Evaluation, evaluate
@@ -21,25 +24,38 @@ from exitwise.policies.policy import Policy
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
+PLAIN = "plain net"  # the net without calibration; its last exit is what `max_loss` refers to
+_MIN_SPENT = 0.97  # a policy that spends less of its budget on validation samples gets a note
+_MAX_OVERRUN = 1.005  # a policy that costs more than this times its budget on the test split gets a note
+
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Strategy, score, objective and certificate of a policy."""
+    """Strategy, score, objective and certificate of a policy, and the loss that it may have instead of a budget."""
 
     strategy: str = "auto"
     score: str = "confidence"
     objective: str = "accuracy"
     certificate: Certificate | None = None
+    max_loss: float | None = None  # fraction; the policy is the cheapest one that loses no more against the plain net
+    risk: str = "accuracy"  # of `max_loss`
 
     @classmethod
     def of(cls, policy: Policy) -> "PolicyOptions":
         """Return the options that a policy was fitted with."""
         objective = "accuracy" if policy.fit is None else policy.fit.objective
-        return cls(policy.strategy, policy.score, objective, certificate_from(policy.guarantee))
+        options = cls(policy.strategy, policy.score, objective, certificate_from(policy.guarantee))
+        guarantee = policy.guarantee
+        if guarantee is not None and guarantee.reference == PLAIN and guarantee.budget is None:
+            return replace(options, max_loss=guarantee.epsilon, risk=guarantee.risk or "accuracy")
+        if policy.fit is not None and policy.fit.max_loss is not None:
+            return replace(options, max_loss=policy.fit.max_loss, risk=policy.fit.risk or "accuracy")
+        return options
 
-    def check(self, method: Method, costs: Costs, budget: float) -> None:
+    def check(self, method: Method, costs: Costs, budget: float | None) -> None:
         """Raise InputError if no policy can meet the options, before anything is calibrated."""
-        check_fit_arguments(costs, budget, self.strategy, self.score, self.objective)
+        checked = costs.values[-1] if budget is None else budget
+        check_fit_arguments(costs, checked, self.strategy, self.score, self.objective)
         if self.score == "variance" and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
@@ -47,6 +63,7 @@ class PolicyOptions:
         """Return the options for a baseline: without variance if it has no draws, and without a certified loss."""
         certificate = self.certificate
         if certificate is not None and certificate.risk is not None:
+            # A baseline that cannot be certified must not fail the command.
             delta = certificate.budget_delta
             certificate = None if delta is None else Certificate(delta, hold=certificate.hold, seed=certificate.seed)
         score = "confidence" if self.score == "variance" and not method.has_variance else self.score
@@ -61,15 +78,40 @@ class CalibratedSplits:
     val: Split
     held_out: Split | None
 
-    def fit_policy(self, costs: Costs, budget: float, options: PolicyOptions) -> Policy:
-        """Fit a policy for a budget on the tuning samples, and certify it on the held-out samples if there are any."""
+    def fit_policy(
+        self, costs: Costs, budget: float | None, options: PolicyOptions, plain: Calibration | None = None
+    ) -> Policy:
+        """Fit a policy on the tuning samples, and certify it on the held-out samples if there are any.
+
+        Args:
+            costs: Costs of the exits.
+            budget: Largest mean cost; None for the cheapest policy that loses at most `options.max_loss`.
+            options: Options of the policy.
+            plain: The net without calibration, whose last exit `options.max_loss` refers to.
+        """
         fitter = self._fitter(costs, options.score, options.objective)
-        if options.certificate is None or self._held_out_preds is None or self.held_out is None:
-            return fitter.fit(budget, options.strategy)
         certificate = options.certificate
-        return fitter.certify(
-            certificate, budget, options.strategy, self._held_out_preds, self.held_out.labels, seed=certificate.seed
+        has_same_last_exit = plain is None or self.calibration.method.keeps_classes
+        if certificate is None or self._held_out_preds is None or self.held_out is None:
+            if budget is not None or options.max_loss is None:
+                return fitter.fit(budget, options.strategy)
+            reference = None if has_same_last_exit or plain is None else plain.predict(self.val)
+            return fitter.fit_cheapest(options.max_loss, options.strategy, options.risk, reference)
+        references: list[Predictions | None] = [None, None]
+        if budget is None and plain is not None and not has_same_last_exit:
+            references = [plain.predict(self.held_out), plain.predict(self.val)]
+        policy = fitter.certify(
+            certificate,
+            budget,
+            options.strategy,
+            self._held_out_preds,
+            self.held_out.labels,
+            *references,
+            seed=certificate.seed,
         )
+        if budget is None and policy.guarantee is not None:
+            policy = replace(policy, guarantee=replace(policy.guarantee, reference=PLAIN))
+        return policy
 
     @cached_property
     def _held_out_preds(self) -> Predictions | None:
@@ -161,6 +203,8 @@ class RunEvaluation:
     unit: str
     models: dict[str, tuple[Policy, Evaluation]]
     samples: dict[str, Any]
+    notes: tuple[str, ...] = ()  # what the numbers do not show: values at bounds, budgets that were not met or spent
+    max_loss: dict[str, Any] | None = None  # what was asked for instead of a budget, and the losses that resulted
 
     def to_dict(self) -> dict[str, Any]:
         models = {
@@ -173,6 +217,8 @@ class RunEvaluation:
             "method": self.method,
             "methods": models,
             "samples": self.samples,
+            "notes": list(self.notes),
+            **({"max_loss": self.max_loss} if self.max_loss is not None else {}),
         }
 
 
@@ -181,35 +227,86 @@ def evaluate_run(
     trace: Trace,
     method: Method,
     costs: Costs,
-    budget: float,
+    budget: float | None,
     options: PolicyOptions,
     against: Sequence[Path] = (),
 ) -> RunEvaluation:
     """Fit policies for the vanilla and the calibrated net, and measure them on the test split.
 
     The calibrated net and its policy become the run's chosen classifier. `against` are other runs, whose vanilla nets
-    are measured at the same budget.
+    are measured at the same budget. Without a budget, each policy is the cheapest one that loses at most
+    `options.max_loss` against the last exit of the vanilla net.
     """
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to evaluate on")
     options.check(method, costs, budget)
-    tuner, models, samples = Tuner(trace), {}, {}
+    tuner, models, samples, losses = Tuner(trace), {}, {}, {}
+    plain = load_or_calibrate(run, tuner, get_method(VANILLA))
+    plain_preds = plain.predict(trace.test)
     for model in dict.fromkeys((get_method(VANILLA), method)):
         model_options = options if model == method else options.for_baseline(model)
         calibrated = calibrate_run(run, tuner, model, model_options.certificate)
-        policy = calibrated.fit_policy(costs, budget, model_options)
+        policy = calibrated.fit_policy(costs, budget, model_options, plain)
         preds = calibrated.calibration.predict(trace.test)
         models[model.name] = (policy, evaluate(preds, labels=trace.test.labels, policy=policy, costs=costs))
+        losses[model.name] = _test_loss(policy, preds, plain_preds, trace.test, options.risk)
         samples = calibrated.samples
     chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes)
+    spent = policy.budget if budget is None else budget
+    assert spent is not None  # a fitted policy has a budget
     for other in against:
-        name, pair = _evaluate_vanilla(Run(other), budget, costs.unit)
+        name, pair = _evaluate_vanilla(Run(other), spent, costs.unit)
         models[name] = pair
     samples["tested_on"] = {"split": "test", "samples": len(trace.test)}
-    evaluation = RunEvaluation(method.name, budget, costs.unit, models, samples)
+    notes = describe_values_at_bounds(chosen.calibration)
+    max_loss = None
+    if budget is None:
+        last = evaluate(plain_preds, labels=trace.test.labels, policy=policy, costs=costs).per_exit[-1].top1
+        points = 100 * (options.max_loss or 0.0)
+        max_loss = {"points": points, "risk": options.risk, "reference": PLAIN, "reference_top1": last, "test": losses}
+        notes += _note_loss(losses[method.name], points, options)
+    else:
+        notes += _note_cost(*models[method.name], budget, options)
+    evaluation = RunEvaluation(method.name, spent, costs.unit, models, samples, tuple(notes), max_loss)
     run.choose(chosen)
     run.add_results(evaluation=evaluation.to_dict())
     return evaluation
+
+
+def _test_loss(policy: Policy, preds: Predictions, plain: Predictions, test: Split, risk: str) -> float:
+    """Return the loss on the test split, in percentage points, against the last exit of the plain net."""
+    predicted = preds.predicted[policy.exits(preds), np.arange(len(test))]
+    last, labels = plain.predicted[-1], test.labels.numpy()
+    if risk == "disagreement":
+        return 100 * float((predicted != last).mean())
+    return 100 * float((last == labels).mean() - (predicted == labels).mean())
+
+
+def _note_loss(loss: float, points: float, options: PolicyOptions) -> list[str]:
+    if loss <= points:
+        return []
+    advice = "allow less, or certify it with --certify 0.05"
+    if options.certificate is not None:
+        advice = "a certificate holds for images like the held-out ones, on average over all such images"
+    return [
+        f"On the test split the loss is {loss:.2f} points, more than the {points:.4g} that --max-loss allows: {advice}."
+    ]
+
+
+def _note_cost(policy: Policy, result: Evaluation, budget: float, options: PolicyOptions) -> list[str]:
+    """Return notes on a budget that is not spent on validation samples, or is exceeded on the test split."""
+    notes, spent = [], policy.cost or 0.0
+    if spent < _MIN_SPENT * budget and policy.guarantee is None:
+        reason = "later exits are not better on the validation samples"
+        advice = "" if options.strategy == "geometric" else "; --strategy geometric spends all of it"
+        notes.append(f"{options.strategy} spends {spent / budget:.0%} of the budget, because {reason}{advice}.")
+    if result.cost > _MAX_OVERRUN * budget:
+        over, limit = result.cost / budget - 1, format_cost(budget, policy.unit)
+        advice = "--certify 0.05 keeps within it with a probability of 95 %, predict --keep-budget while it runs"
+        if policy.guarantee is not None:
+            advice = "test images cost more than the held-out ones; predict --keep-budget keeps within it while it runs"
+        notes.append(f"On the test split the mean cost is {over:.1%} above the budget of {limit}: {advice}.")
+    return notes
 
 
 def _evaluate_vanilla(run: Run, budget: float, unit: str) -> tuple[str, tuple[Policy, Evaluation]]:

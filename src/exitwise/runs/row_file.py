@@ -20,11 +20,18 @@ except ImportError:  # Windows
 
 _log = logging.getLogger(__name__)
 
+# Columns of a CSV file that are not called by the key of the row: the header says where exits are counted from.
+_CSV_NAMES = {"exit": "exit_from_0"}
+
 
 class Format(Protocol):
     """Conversion of rows to bytes and back."""
 
     def header(self, fields: Sequence[str]) -> bytes: ...
+    def former_header(self, fields: Sequence[str]) -> bytes:
+        """Return the header that earlier versions wrote."""
+        ...
+
     def row(self, row: Mapping[str, Any]) -> bytes: ...
     def cell(self, value: Any) -> Any:
         """Return what `read` returns for a value that `row` wrote."""
@@ -49,6 +56,9 @@ class Csv:
         self._safe = safe
 
     def header(self, fields: Sequence[str]) -> bytes:
+        return self._line([_CSV_NAMES.get(name, name) for name in fields])
+
+    def former_header(self, fields: Sequence[str]) -> bytes:
         return self._line(fields)
 
     def row(self, row: Mapping[str, Any]) -> bytes:
@@ -85,6 +95,9 @@ class Jsonl:
     """One JSON object per line."""
 
     def header(self, fields: Sequence[str]) -> bytes:
+        return b""
+
+    def former_header(self, fields: Sequence[str]) -> bytes:
         return b""
 
     def row(self, row: Mapping[str, Any]) -> bytes:
@@ -157,10 +170,13 @@ class RowFile:
 
     def existing_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows that the file already holds."""
-        header = self._format.header(self._fields)
+        headers = [self._format.header(self._fields), self._format.former_header(self._fields)]
         with self.path.open("rb") as file:
-            if file.read(len(header)) != header:
+            beginning = file.read(max(map(len, headers)))
+            header = next((header for header in headers if beginning.startswith(header)), None)
+            if header is None:
                 raise InputError(f"{self.path} does not begin with the columns {', '.join(self._fields)}")
+            file.seek(len(header))
             for number, record in enumerate(self._format.complete_records(file), start=1):
                 try:
                     yield self._format.read(record, self._fields)

@@ -1,6 +1,7 @@
 """Run directories: the results of the commands and their provenance."""
 
 import platform
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from exitwise.core.files import read_json, write_json
 from exitwise.core.version import __version__
 from exitwise.policies.policy import Policy
 from exitwise.runs.chosen import ChosenClassifier
+from exitwise.training.history import History
 
 FORMAT, VERSION = "exitwise.run", 1
 
@@ -54,6 +56,14 @@ class Run:
         if training is not None and not described:
             raise InputError(f"{self.directory / 'run.json'} must describe its training, but holds {training!r}")
 
+    def command(self, name: str, *options: str) -> str:
+        """Return a command on this run that can be pasted into a shell, with `--net` if it needs the user's own net."""
+        words = ["exitwise", name, str(self.directory), *options]
+        net = self.metadata["model"].get("net")
+        if isinstance(net, str) and name in ("collect", "train", "bench", "export", "predict"):
+            words += ["--net", net]
+        return shlex.join(words)
+
     @property
     def name(self) -> str:
         return self.directory.resolve().name
@@ -80,9 +90,18 @@ class Run:
             raise InputError(f"{self.directory} was not made by training: there is nothing to resume")
         return training
 
+    def epochs_done(self) -> tuple[int, int] | None:
+        """Return how many epochs of how many are done; None if the run has no training that could stop half-way."""
+        training = self.metadata.get("training") or {}
+        planned = (training.get("recipe") or {}).get("epochs")
+        file = self.directory / "history.csv"
+        if training.get("freeze_backbone") or not isinstance(planned, int) or not file.is_file():
+            return None
+        return len(History.load(file).epochs), planned
+
     def trace(self) -> Trace:
         if not self.trace_file.is_file():
-            raise InputError(f"{self.directory} has no trace yet: run `exitwise collect {self.directory}` first")
+            raise InputError(f"{self.directory} has no trace yet: run `{self.command('collect')}` first")
         trace = Trace.load(self.trace_file)
         if self.net_file.is_file():
             weights, _ = tensorfiles.read(self.net_file)
@@ -90,7 +109,7 @@ class Run:
                 if not torch.equal(head.weight, weights.get(f"heads.{k}.last.weight", torch.empty(0)).float()):
                     raise InputError(
                         f"{self.trace_file} was made from another state of the net than {self.net_file.name}: "
-                        f"run `exitwise collect {self.directory} --force`"
+                        f"run `{self.command('collect', '--force')}`"
                     )
         return trace
 
@@ -131,8 +150,7 @@ class Run:
         """Return the cumulative milliseconds up to each exit that `exitwise bench` measured."""
         if not self.bench_file.is_file():
             raise InputError(
-                f"{self.directory} has no times yet: "
-                f"run `exitwise bench {self.directory}` on the machine that it is for"
+                f"{self.directory} has no times yet: run `{self.command('bench')}` on the machine that it is for"
             )
         try:
             return Costs(tuple(read_json(self.bench_file)["costs"]["values"]), "ms")

@@ -1,6 +1,8 @@
 """Train the net of a new run, or resume the training of an existing one."""
 
 import logging
+import shutil
+import sys
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +22,7 @@ from exitwise.runs.options import DataOptions, ExecutionOptions, MachineOptions,
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.history import History
-from exitwise.training.loop import Trainer, TrainingCallback, worth_compiling
+from exitwise.training.loop import Trainer, TrainingCallback, TrainingInterruptedError, worth_compiling
 from exitwise.training.machine import Machine
 from exitwise.training.recipes import Recipe, get_recipe
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 _log = logging.getLogger(__name__)
+_MIN_BATCHES = 4  # per epoch, for a dataset that is smaller than one batch of the recipe
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def train_new_run(
     size = net_input_size(preset)
     fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
     held_out, splits, metadata = load_new_data(source, size)
+    if options.batch_size is None:
+        recipe = _fit_batch_size(recipe, len(splits.train), fabric.world_size * (execution.accumulate or 1))
     with temporary_seed(seed):
         net = build_net(preset, net_options.net, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
@@ -93,7 +98,15 @@ def train_new_run(
     trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
     described = run_metadata(net.spec or {"net": net_options.net}, metadata, spec.to_dict())
     run_on_rank_zero(lambda: _create_run(directory, force, described, held_out))
-    return _run_training(trainer, execution, callback)
+    try:
+        return _run_training(trainer, execution, callback)
+    except TrainingInterruptedError:
+        raise
+    except Exception:
+        # A run without a complete epoch would only block the next attempt, such as one with --skip-unreadable.
+        if rank() == 0 and not (directory / "history.csv").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def make_recipe(options: TrainOptions, default: str) -> Recipe:
@@ -106,6 +119,17 @@ def make_recipe(options: TrainOptions, default: str) -> Recipe:
     if options.lr is not None:
         recipe = replace(recipe, lr=options.lr)
     return recipe
+
+
+def _fit_batch_size(recipe: Recipe, samples: int, parts: int) -> Recipe:
+    """Return the recipe with smaller batches if there are fewer images than in one of its batches."""
+    if samples >= recipe.batch_size:
+        return recipe
+    size = max(samples // _MIN_BATCHES // parts, 1) * parts
+    if rank() == 0:
+        reason = f"because there are only {samples} training images"
+        print(f"exitwise: batches have {size} images instead of {recipe.batch_size}, {reason}", file=sys.stderr)
+    return replace(recipe, batch_size=size)
 
 
 def resume_run(

@@ -33,7 +33,7 @@ BATCH_SIZES = (1, 16, 64, 256)
 BUDGETS = (0.25, 0.5, 0.75)  # shares of the full net's MACs
 VANILLA, FULL = "vanilla", "full"  # without early exits: the last exit only; every calibrated exit
 
-Progress = Callable[[int, int], None]  # called with the number of completed rounds and of all rounds
+Progress = Callable[[int, int], None]  # called with the number of completed measurements and of all measurements
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,14 @@ def measure(
         macs: Cumulative MACs (K,) of the exits.
         batch_sizes: Batch sizes to measure.
         repeats: Number of rounds that count, after one to warm up.
-        progress: Called after every round.
+        progress: Called before the first measurement, and after every backend of every round.
     """
     exits = len(macs)
     stages: list[StageTimes] = []
     timings: list[Timing] = []
-    total = len(batch_sizes) * (repeats + 1)
-    for size_index, size in enumerate(batch_sizes):
+    done, total = 0, len(batch_sizes) * (repeats + 1) * len(targets)
+    progress(0, total)
+    for size in batch_sizes:
         count = min(len(images), max(size, 128) if size > 1 else 32)
         times: dict[tuple[str, str], list[float]] = {}
         stage_times: dict[str, list[Array]] = {name: [] for name in targets}
@@ -223,7 +224,8 @@ def measure(
                     stage_times[name].append(per_stage)
                     for label, value in seconds.items():
                         times.setdefault((name, label), []).append(value)
-            progress(size_index * (repeats + 1) + repeat + 2, total)
+                done += 1
+                progress(done, total)
         for name in targets:
             per_stage = 1e3 * np.median(stage_times[name], axis=0) / count
             stages.append(StageTimes(name, size, tuple(np.cumsum(per_stage).tolist())))

@@ -74,8 +74,8 @@ def train_heads(
         watcher: Former name of `callback`.
 
     Returns:
-        Learning rate, losses, accuracies (K,), NLPDs (K,) and speed of every epoch. `history.kept` (K,) has the epoch of each
-        head's weights, 0 for a head that was not trained.
+        Learning rate, losses, accuracies (K,), NLPDs (K,) and speed of every epoch. `history.kept` (K,) has the epoch
+        of each head's weights, 0 for a head that was not trained.
 
     Raises:
         InputError: An argument is invalid, a head shares weights with another part of the net, there are several

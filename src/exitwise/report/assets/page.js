@@ -12,6 +12,7 @@ const state = { unit: 0, step: 0, exit: 0, point: null, extras: new Set(), at: "
 const followers = []; // called whenever the budget changes
 const explorer = () => data.explorers[state.unit];
 const step = () => explorer().steps[state.step];
+const hasEarlyExits = Boolean(data.explorers) && data.net.exits > 1; // else there is neither a budget nor a decision to show
 
 // Formatting of numbers
 
@@ -63,13 +64,13 @@ function follow(update) {
 function headline() {
   const net = data.net, lead = html("p", { class: "lead", id: "lead", "aria-live": "polite" }), cards = html("div", { class: "cards", id: "cards" });
   const costs = data.explorers[0].costs, unit = data.explorers[0].unit;
-  const hasEarlyExits = costs.length > 1;
-  section("headline", "At a glance", "What the budget buys",
+  section("headline", "At a glance", hasEarlyExits ? "What the budget buys" : "What calibration changes",
     paragraph(hasEarlyExits ? `A network with ${costs.length} exits` : "A network with one exit", ` and ${grouped(net.classes)} classes. `,
       hasEarlyExits ? `A sample costs ${amount(costs[0], unit)} at the first exit and ${amount(costs.at(-1), unit)} at the last. ` : `It costs ${amount(costs[0], unit)} per sample. `,
       hasEarlyExits ? "A sample exits where its confidence reaches a threshold. " : "", `Two models with the same weights are compared: vanilla, and calibrated with ${data.method}. `,
       hasEarlyExits ? `Without early exits, the vanilla model is correct on ${metric("top1", data.uncertainty.vanilla.at(-1).metrics.top1)} % of the samples.` : ""),
     lead, cards,
+    hasEarlyExits ? null : html("p", { class: "note" }, "Without earlier exits, every sample costs the same, so there are no budgets to explore. To save compute, add exits: ", html("code", {}, "exitwise train-heads --attach auto --exits 4"), " or ew.attach."),
     data.guarantee ? html("p", { class: "note" }, `The run's saved policy is certified; the policies on this page are not. ${data.guarantee}`) : null,
     html("p", { class: "soft small" }, `Measured on ${grouped(net.samples)} test samples, which are not used for fitting. Intervals are ${percent(net.level, 0)} bootstrap intervals.`));
   const formatInterval = (name, [low, high]) => `${metric(name, low)} to ${metric(name, high)}`;
@@ -79,7 +80,7 @@ function headline() {
     const gain = ours.top1 - vanilla.top1, significant = change.top1[0] > 0 || change.top1[1] < 0;
     const points = (value) => `${(100 * Math.abs(value)).toFixed(1)} points`;
     lead.replaceChildren(
-      "At a budget of ", html("strong", {}, amount(budget, unit)), ` per sample (${percent(budget / costs.at(-1), 0)} of the full cost), the calibrated model is correct on `,
+      ...(hasEarlyExits ? ["At a budget of ", html("strong", {}, amount(budget, unit)), ` per sample (${percent(budget / costs.at(-1), 0)} of the full cost), the calibrated`] : ["The calibrated"]), " model is correct on ",
       html("strong", { class: "ours" }, `${metric("top1", ours.top1)} %`), " of the samples, the vanilla model on ",
       html("span", { class: "vanilla" }, `${metric("top1", vanilla.top1)} %`),
       `: ${signed("top1", gain)} points (${formatSignedInterval("top1", change.top1)})${significant ? "" : ", which may be chance"}. On average, the calibrated confidence differs from the accuracy by `,
@@ -91,7 +92,7 @@ function headline() {
       html("p", { class: verdict(name, ours[name] - vanilla[name]) }, `change ${signed(name, ours[name] - vanilla[name])} (${formatSignedInterval(name, change[name])})`));
     const [size, unitName] = scaleOf(unit, costs.at(-1)), cost = (value) => short(value / size);
     const meanCost = (model) => html("span", { id: `${model === ours ? "ours" : "vanilla"}-cost` }, cost(model.cost));
-    cards.replaceChildren(card("top1"), card("nlpd"), card("ece"), html("div", { class: "card" }, html("h3", {}, `mean cost, ${unitName}`),
+    cards.replaceChildren(card("top1"), card("nlpd"), card("ece"), !hasEarlyExits ? "" : html("div", { class: "card" }, html("h3", {}, `mean cost, ${unitName}`),
       html("div", { class: "number" }, meanCost(ours)), html("p", { class: "soft" }, ours.intervals.cost.map(cost).join(" to ")),
       html("p", { class: "vanilla" }, "vanilla ", meanCost(vanilla), ` (${vanilla.intervals.cost.map(cost).join(" to ")})`),
       html("p", {}, `${percent(ours.cost / costs.at(-1), 0)} of the full cost`)));
@@ -161,7 +162,7 @@ function explore() {
     }));
   });
   section("budgets", "Budgets", "Budget explorer",
-    paragraph("Move the slider at the bottom of the page to change the budget. The thresholds are fitted to each budget on validation samples; everything else is measured on test samples. If a curve ends early, deeper exits would not improve it, and the policy spends less than the budget. Costs are those of the vanilla model; the section Cost shows what calibration adds."),
+    paragraph(hasEarlyExits ? "Move the slider at the bottom of the page to change the budget. " : "", "The thresholds are fitted to each budget on validation samples; everything else is measured on test samples. If a curve ends early, deeper exits would not improve it, and the policy spends less than the budget. Costs are those of the vanilla model; the section Cost shows what calibration adds."),
     legend(["ours", "calibrated"], ["vanilla", "vanilla"]), html("div", { class: "grid2" }, charts), options, extraLegend,
     html("h3", {}, "Exits taken, and errors of early exits"), html("div", { class: "grid2" }, shares, confusion), exits);
 
@@ -179,7 +180,7 @@ function explore() {
         html("label", {}, html("input", {
           type: "checkbox", checked: state.extras.has(curve.key), "data-curve": curve.key,
           onchange: (event) => { state.extras[event.target.checked ? "add" : "delete"](curve.key); update(); },
-        }), curve.name)))),
+        }), curve.label ?? curve.name)))),
       groups.length ? null : paragraph("No other curves are available in this unit.")));
   }
   let unit = null;
@@ -271,8 +272,8 @@ function uncertainty() {
   state.exit = Math.max(0, numExits - 2);
   const exits = [...Array(numExits).keys()].map((k) => [k, `exit ${k + 1}`]);
   section("uncertainty", "Uncertainty", "Uncertainty against error",
-    paragraph("A good model is uncertain where it errs. Tricky samples have a high error at low uncertainty: they exit early, and the error goes unnoticed. Calibration moves them to the right, where they are hard and continue to the next exit. Easy samples have a low error at low uncertainty."),
-    choice("At", "exit", exits, state.exit, (k) => { state.exit = k; repaint(); }),
+    paragraph("A good model is uncertain where it errs. Tricky samples have a high error at low uncertainty: ", hasEarlyExits ? "they exit early, and the error goes unnoticed. Calibration moves them to the right, where they are hard and continue to the next exit." : "the error goes unnoticed. Calibration moves them to the right, where they are hard and the model says so.", " Easy samples have a low error at low uncertainty."),
+    hasEarlyExits ? choice("At", "exit", exits, state.exit, (k) => { state.exit = k; repaint(); }) : null,
     legend(["correct", "correct", "dots"], ["wrong", "misclassified", "dots"]),
     html("div", { class: "grid2" }, columns.map(({ node }) => node)),
     html("p", { class: "soft small" }, label.length < total ? `Histograms, shares and density include all ${grouped(total)} test samples; ${grouped(label.length)} of them, chosen at random, are shown as points. ` : `All ${grouped(total)} test samples are shown. `, "Select a point to see the predictions of every exit."));
@@ -314,13 +315,13 @@ function showDetail() {
 function galleries() {
   const groups = {
     easy: ["Easy", "low error, low uncertainty"], hard: ["Hard", "high error, high uncertainty"], tricky: ["Tricky", "high error, low uncertainty; some are mislabeled"],
-    saved: ["Saved", "vanilla: early exit, wrong; calibrated: later exit, correct"], lost: ["Lost", "vanilla: later exit, correct; calibrated: early exit, wrong"],
+    ...(hasEarlyExits ? { saved: ["Saved", "vanilla: early exit, wrong; calibrated: later exit, correct"], lost: ["Lost", "vanilla: later exit, correct; calibrated: early exit, wrong"] } : {}),
   };
   const lists = Object.keys(groups).map((kind) => html("ul", { class: "tiles", id: `tiles-${kind}` }));
   const counts = Object.keys(groups).map(() => html("span", { class: "soft" }));
   const last = data.net.exits - 1;
   section("examples", "Examples", "Examples",
-    paragraph("Easy, hard and tricky samples are chosen by the last exit of the calibrated model. Saved and lost samples depend on the budget."),
+    paragraph(hasEarlyExits ? "Easy, hard and tricky samples are chosen by the last exit of the calibrated model. Saved and lost samples depend on the budget." : "The samples are chosen by their error and uncertainty under the calibrated model."),
     data.images_note ? html("p", { class: "note" }, data.images_note) : null,
     Object.values(groups).map(([title, meaning], i) => [html("h3", {}, title, " ", html("span", { class: "soft" }, `${meaning} `), counts[i]), lists[i]]));
   const tile = (kind, point) => {
@@ -332,7 +333,7 @@ function galleries() {
       : [html("span", {}, ours.predicted[last][point] === data.points.label[point] ? "correct" : ["predicted ", named(ours.predicted[last][point])], `, confidence ${confidence}`)];
     const badge = moved ? `exit ${exits.vanilla + 1} → ${exits.ours + 1}` : `exit ${exitOf("ours", point) + 1}`;
     return html("li", {}, html("button", { type: "button", class: "tile", onclick: () => pick(point) }, image(point), html("strong", {}, named(data.points.label[point])), prediction,
-      data.images ? null : html("span", { class: "soft" }, `entropy ${entropy}`), html("span", { class: "badge" }, badge)));
+      data.images ? null : html("span", { class: "soft" }, `entropy ${entropy}`), hasEarlyExits ? html("span", { class: "badge" }, badge) : null));
   };
   follow(() => Object.keys(groups).forEach((kind, i) => {
     const moved = step()[kind], points = moved ? moved.points : data.galleries[kind];
@@ -384,7 +385,7 @@ function calibration() {
   });
   section("calibration", "Calibration", "Calibration",
     paragraph("A calibrated model is correct on 80 % of the samples that it predicts with 80 % confidence, so the bars end at the diagonal. The tinted part is the gap between confidence and accuracy. The ECE is the mean gap, weighted by the number of samples in each bin."),
-    choice("At", "reliability", options, "taken", (value) => { state.at = value; repaint(); }),
+    hasEarlyExits ? choice("At", "reliability", options, "taken", (value) => { state.at = value; repaint(); }) : null,
     html("div", { class: "grid2" }, columns.map(({ node }) => node)),
     table("Each exit, if all samples exited there", ["exit", "top-1 %, vanilla", "calibrated", "NLPD, vanilla", "calibrated", "ECE, vanilla", "calibrated", "AUROC, vanilla", "calibrated"], rows));
   follow(repaint);
@@ -394,7 +395,7 @@ function calibration() {
 
 function sortableTable(source) {
   const published = source.rows.some((row) => row.published);
-  const columns = [{ title: "method", value: (row) => row.method }];
+  const columns = [{ title: "method", value: (row) => row.label ?? row.method }];
   for (const name of Object.keys(METRICS)) {
     const { short: title, factor } = METRICS[name], unit = factor === 100 ? " %" : "";
     columns.push({ title: title + unit, value: (row) => row.metrics[name], cell: (row) => metric(name, row.metrics[name]) });
@@ -453,7 +454,7 @@ function tables() {
     const { factor, digits } = METRICS[name];
     let targets = [];
     const chart = figure(`Decision experiment: ${METRICS[name].name} against cost`, 220, (drawing, width, height) => {
-      const measured = data.decisions.map((curve, i) => ({ kind: kinds[i], name: curve.name, points: curve.metrics[name] }));
+      const measured = data.decisions.map((curve, i) => ({ kind: kinds[i], name: curve.label ?? curve.name, points: curve.metrics[name] }));
       const published = withPaper ? kinds.flatMap((kind) => data.published.filter((curve) => curve.own && curve.model === paper[kind] && curve.metrics[name]).map((curve) => ({ kind: `${kind} dashed`, name: `published: ${curve.name}`, points: curve.metrics[name] }))) : [];
       const all = [...published, ...measured].map((curve) => ({ ...curve, points: curve.points.map(([x, y]) => [x / size, y * factor]) }));
       const plot = axes(drawing, width, height, { x: range(all.flatMap((curve) => curve.points.map((p) => p[0])), 0.02), y: range(all.flatMap((curve) => curve.points.map((p) => p[1])), 0.05, factor === 100 ? 100 : Infinity), title: METRICS[name].name + (factor === 100 ? ", %" : ""), xTitle: `mean cost per sample, ${unitName}`, xFormat: short, yFormat: short });
@@ -468,6 +469,7 @@ function tables() {
   });
   const unit = data.tables[0].unit, [size, unitName] = scaleOf(unit, data.decisions[0].metrics.top1.at(-1)[0]);
   const hasPublished = data.published.some((curve) => curve.own);
+  if (!hasEarlyExits) return section("tables", "Tables", "Every method", sortableTable(data.tables[0]));
   section("tables", "Tables", "The paper's tables", sortableTable(data.tables[0]), sortableTable(data.tables[1]),
     paragraph("The decision experiment separates better predictions from better decisions: the middle curve has the predictions of the vanilla model at the exits that the calibrated model chooses."),
     legend(["vanilla", "vanilla"], ["middle", "vanilla predictions, calibrated decisions"], ["ours", "calibrated"]),
@@ -575,7 +577,7 @@ function budget() {
     state.step = explorer().steps.reduce((best, candidate, i, all) => gap(candidate) < gap(all[best]) ? i : best, 0);
     followers.forEach((update) => update());
   });
-  byId("bar").hidden = false;
+  byId("bar").hidden = !hasEarlyExits;
   follow(update);
   follow(showDetail);
 }
@@ -602,10 +604,10 @@ byId("title").textContent = `${data.net.name} on ${data.net.data}`;
 byId("run").textContent = `exitwise report on the run ${data.net.run}`;
 if (data.images && data.images.side < 24) document.documentElement.dataset.pixels = "large";
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && state.point !== null) { state.point = null; showDetail(); state.repaintPoints(); } });
-const sectionBuilders = data.explorers ? [headline, explore, uncertainty, galleries, calibration, tables, costs, training, provenance] : [training, provenance];
+const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, tables, costs, training, provenance] : [training, provenance];
 if (data.explorers) {
   state.step = data.explorers[0].chosen;
-  sectionBuilders.splice(2, 0, budget);
+  sectionBuilders.splice(sectionBuilders.indexOf(uncertainty), 0, budget);
 }
 // Build the headline at once, and the other sections after the browser has painted it.
 (function next() {

@@ -89,8 +89,8 @@ def decisions_figure(data: Data) -> Figure:
     styles = ((MODEL_COLORS["vanilla"], "-"), (EXTRA_COLORS[0], "--"), (MODEL_COLORS["ours"], "-"))
     for metric, axes in by_metric.items():
         for curve, (color, linestyle) in zip(curves, styles, strict=True):
-            points = curve["metrics"][metric]
-            _draw_curve(axes, metric, points, factor, label=curve["name"], color=color, linestyle=linestyle)
+            points, label = curve["metrics"][metric], curve.get("label", curve["name"])
+            _draw_curve(axes, metric, points, factor, label=label, color=color, linestyle=linestyle)
     legend(figure, by_metric["top1"], 3)
     return figure
 
