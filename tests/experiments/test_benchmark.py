@@ -57,3 +57,15 @@ def test_the_policies_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("policies.py", tmp_path)["measured"][0]
     assert set(found["median ratio to the forward pass"]) == {"geometric", "optimized", "label_free", "auto"}
     assert (found["exits"], found["samples"], found["budgets"]) == (8, 300, 4)
+
+
+def test_the_classes_benchmark_measures_everything(tmp_path: Path) -> None:
+    runs = small("classes.py", tmp_path)["runs"]
+    assert [run["classes"] for run in runs] == [20, 60]
+    for run in runs:
+        assert {"Trace() of 8 samples", "full method", "its predictions", "its file"} <= set(run["steps"])
+        assert {
+            f"all {n} methods {kind}" for n, kind in [(12, "of the paper"), (4, "with MC dropout"), (6, "with PoE")]
+        } <= (set(run["steps"]))
+        assert run["dense posteriors / ours, CPU time"]["median"] > 0
+        assert run["megabytes of its file"] > 0

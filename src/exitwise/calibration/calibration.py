@@ -41,9 +41,10 @@ class CalibratedExit:
     posterior: Posterior | None = None
     draws: Tensor | None = None  # (S, c)
     dropout: DropoutMasks | None = None
+    shifts: Tensor | None = None  # (S, c): L g of all draws g, if the posterior has no root
 
     def __post_init__(self) -> None:
-        align_fields(self, "draws")
+        align_fields(self, "draws", "shifts")
 
     def log_probs(self, features: Tensor) -> Tensor:
         """Return log-probabilities (n, c) of features (n, p), in float32."""
@@ -53,16 +54,18 @@ class CalibratedExit:
             return (logits / self.temperature).log_softmax(dim=1)
         if self.posterior is not None and self.posterior.mode == "paper":
             return interpolated_log_mean_softmax(
-                logits, self.posterior.scale(features).sqrt(), self._shifts, self.temperature
+                logits, self.posterior.scale(features).sqrt(), self.drawn_shifts, self.temperature
             )
         return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled_logits(features)])
 
     @cached_property
-    def _shifts(self) -> Tensor:
-        """Shifts L g (S, c) of all draws g, multiplied once, before test time."""
+    def drawn_shifts(self) -> Tensor:
+        """Shifts L g (S, c) of all draws g, multiplied once, before test time; for paper and naive."""
+        if self.shifts is not None:
+            return self.shifts
         if self.posterior is None or self.draws is None:
             raise InputError("there are no draws without Laplace or dropout")
-        shifts: Tensor = self.draws @ self.posterior.root.to(self.draws.dtype).T
+        shifts: Tensor = self.draws @ self.posterior.dense_root().to(self.draws.dtype).T
         return shifts
 
     def class_probs(self, features: Tensor, classes: Tensor) -> Tensor:
@@ -84,7 +87,10 @@ class CalibratedExit:
         size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
         for part in chunk_slices(len(features), size):
             logits, scale = self.head.logits(features[part]), self.posterior.scale(features[part])
-            yield part, sample_logits(logits, scale, self.posterior, self.draws)
+            if self.posterior.mode == "paper":
+                yield part, logits[:, None] + scale.sqrt()[:, None, None] * self.drawn_shifts
+            else:
+                yield part, sample_logits(logits, scale, self.posterior, self.draws)
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ class Calibration:
         for k, exit in enumerate(self.exits):
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
-                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR_TENSORS}
+                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR_TENSORS} | {"shifts": exit.shifts}
             if exit.dropout is not None:
                 parts["masks"] = exit.dropout.masks.to(torch.uint8)
             tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
@@ -279,11 +285,12 @@ class Calibration:
             _check_tensor("draws", draws, torch.float32, (draws.shape[0] if draws.dim() else 0, c))
         exits = []
         for k in range(len(grids)):
-            parts = {name: tensors.get(f"exit.{k}.{name}") for name in ("weight", "bias", *_POSTERIOR_TENSORS)}
-            head, posterior = _read_exit(k, parts, mode if method.laplace else None, c)
+            names = ("weight", "bias", *_POSTERIOR_TENSORS, "shifts")
+            parts = {name: tensors.get(f"exit.{k}.{name}") for name in names}
+            head, posterior = _read_exit(k, parts, mode if method.laplace else None, c, draws)
             temperature, prior_var = float(tensors["temperatures"][k]), float(tensors["prior_vars"][k])
             dropout = None if method.dropout is None else _read_masks(k, tensors, method.dropout, head)
-            exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws, dropout))
+            exits.append(CalibratedExit(head, temperature, prior_var, posterior, draws, dropout, parts["shifts"]))
         return cls(
             method=method,
             mode=mode,
@@ -308,24 +315,29 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _read_exit(
-    k: int, parts: Mapping[str, Tensor | None], mode: Mode | None, c: int
+    k: int, parts: Mapping[str, Tensor | None], mode: Mode | None, c: int, draws: Tensor | None
 ) -> tuple[HeadWeights, Posterior | None]:
     """Return exit k's head and, with a mode, its posterior, after checking the tensors of the file."""
-    required = ("weight", *(_POSTERIOR_TENSORS if mode else ()))
     present = {name: tensor for name, tensor in parts.items() if tensor is not None}
-    for name in required:
-        if name not in present:
+    has_shifts = "shifts" in present
+    if has_shifts and (mode != "paper" or "root" in present):
+        raise InputError(
+            f"exit.{k}.shifts must replace exit.{k}.root in mode 'paper', but the mode is {mode!r} or both exist"
+        )
+    for name in ("weight", *(_POSTERIOR_TENSORS if mode else ())):
+        if name not in present and not (name == "root" and has_shifts):
             raise KeyError(f"exit.{k}.{name}")
     p = present["weight"].shape[-1] if present["weight"].dim() else 0
     q = p + ("bias" in present) if mode != "naive" else p
     shapes: dict[str, tuple[int, ...]] = {"weight": (c, p), "bias": (c,), "basis": (q, q), "offset": (), "root": (c, c)}
     shapes["inverse"] = (q, c) if mode == "exact" else (q,)
+    shapes["shifts"] = (0 if draws is None else len(draws), c)
     for name, tensor in present.items():
         _check_tensor(f"exit.{k}.{name}", tensor, torch.float32, shapes[name])
     head = HeadWeights(present["weight"], present.get("bias"))
     if mode is None:
         return head, None
-    posterior = Posterior(mode, **{name: present[name] for name in _POSTERIOR_TENSORS})
+    posterior = Posterior(mode, present["basis"], present["inverse"], present["offset"], present.get("root"))
     if not bool((posterior.inverse >= 0).all()) or float(posterior.offset) < 0:
         raise InputError(f"exit.{k}.inverse and exit.{k}.offset must not be negative")
     return head, posterior

@@ -168,7 +168,8 @@ def _collect_curvature(
         ):
             accumulator.update(x, layer(x))
         done += len(labels)
-    return tuple(_sum_over_ranks(accumulator.result()) for accumulator in accumulators)
+    # Each accumulator is freed after its result was copied: with many classes they take gigabytes.
+    return tuple(_sum_over_ranks(accumulators.pop(0).result()) for _ in layers)
 
 
 def _sum_over_ranks(curvature: Curvature) -> Curvature:

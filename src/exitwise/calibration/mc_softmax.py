@@ -34,11 +34,11 @@ _TOLERANCE = 1e-6  # relative error of a probability: at most the rounding error
 
 def sample_logits(logits: Tensor, scale: Tensor, posterior: Posterior, draws: Tensor) -> Tensor:
     """Sample logits (m, S, c) from logits (m, c), the posterior's scale (m,) or (m, c), and standard normals (S, c)."""
-    root = posterior.root.to(logits.dtype)
+    root = posterior.dense_root().to(logits.dtype)
     if posterior.mode == "exact":
         return logits[:, None] + torch.matmul(scale.sqrt()[:, None] * draws, root.T)
     if posterior.mode == "naive":  # deliberately naive: a factorization per sample
-        covariance = scale[:, None, None].double() * (posterior.root @ posterior.root.T).double()
+        covariance = scale[:, None, None].double() * (posterior.dense_root() @ posterior.dense_root().T).double()
         return logits[:, None] + torch.matmul(draws, torch.linalg.cholesky(covariance).to(logits.dtype).mT)
     return logits[:, None] + scale.sqrt()[:, None, None] * (draws @ root.T)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitwise.calibration.laplace import Curvature
+from exitwise.calibration.laplace import Curvature, is_symmetric
 from exitwise.core import tensorfiles
 from exitwise.core.checks import check_integer, is_number
 from exitwise.core.costs import Costs
@@ -254,7 +254,7 @@ class Trace:
             if not tensorfiles.all_finite(tensor):
                 yield f"{name} holds values that are not finite"
         for name, factor in (("A", curvature.A), ("B", curvature.B)):
-            if not torch.allclose(factor, factor.T, rtol=1e-4, atol=1e-6 * float(factor.abs().max())):
+            if not is_symmetric(factor):
                 yield f"curvature.{k}.{name} must be symmetric, but is not"
 
     def _split_problems(self, name: str, split: Split, c: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ from exitwise.calibration.calibration import (
 )
 from exitwise.calibration.dropout import DropoutMasks
 from exitwise.calibration.ensembles import ENSEMBLES
-from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
+from exitwise.calibration.laplace import MANY_CLASSES, MODES, CurvatureEigen, Mode
 from exitwise.calibration.mc_softmax import (
     chunk_slices,
     grid_log_true,
@@ -182,10 +182,8 @@ class Tuner:
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
             tuning = _refine_all(tuning, method)
         exits = tuple(
-            CalibratedExit(head.to_float32(), *point, self._eigen[k].posterior(point[1]).to_float32(), self._draws)
-            if method.laplace
-            else CalibratedExit(head.to_float32(), *point, dropout=self._make_masks(k, method))
-            for k, (head, point) in enumerate(zip(self.trace.heads, tuning.points, strict=True))
+            self._make_exit(k, method, objective, point)
+            for k, (objective, point) in enumerate(zip(objectives, tuning.points, strict=True))
         )
         return Calibration(method, self._mode, exits, weights, tuple(tuning.values), tuple(grids), self._settings)
 
@@ -199,6 +197,17 @@ class Tuner:
                 self.trace.heads[k], val.features[k], val.labels, eigen, self._draws, dropout
             )
         return self._objectives[key]
+
+    def _make_exit(
+        self, k: int, method: Method, objective: "ExitObjective", point: tuple[float, float]
+    ) -> CalibratedExit:
+        head = self.trace.heads[k].to_float32()
+        if not method.laplace:
+            return CalibratedExit(head, *point, dropout=self._make_masks(k, method))
+        with_root = self._mode != "paper" or self.trace.num_classes <= MANY_CLASSES
+        posterior = self._eigen[k].posterior(point[1], with_root).to_float32()
+        shifts = None if with_root else objective.shifts(point[1])
+        return CalibratedExit(head, *point, posterior, self._draws, shifts=shifts)
 
     def _make_masks(self, k: int, method: Method) -> DropoutMasks | None:
         return None if method.dropout is None else DropoutMasks(method.dropout, self._uniforms[k] >= method.dropout)
@@ -220,7 +229,8 @@ class ExitObjective:
         features = features.float()
         self._logits = head.logits(features)
         self.labels, self._eigen, self._draws = labels, eigen, draws
-        self._squares = eigen.posterior(PRIOR_VAR).squared_projections(features) if eigen else None
+        self._squares = eigen.squared_projections(features) if eigen else None
+        self._shifts: dict[float, Tensor] = {}  # (S, c) by prior variance
         self._log_true: dict[tuple[float, float], Tensor] = {}  # (n,) by grid point
 
     def __len__(self) -> int:
@@ -247,10 +257,10 @@ class ExitObjective:
             rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
             return torch.stack(rows)[:, None].expand(-1, len(prior_vars), -1)
         squares = self._squares[part]
-        posteriors = [self._eigen.posterior(var0) for var0 in prior_vars]
+        posteriors = [self._eigen.posterior(var0, with_root=False) for var0 in prior_vars]
         if self._eigen.mode != "exact":  # the covariance of naive is a scalar times one matrix, too
             scales = torch.stack([posterior.scale_from_squares(squares) for posterior in posteriors])
-            shifts = torch.stack([self._shifts(posterior) for posterior in posteriors])
+            shifts = torch.stack([self.shifts(var0) for var0 in prior_vars])
             return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
         columns = []
         for posterior in posteriors:
@@ -275,19 +285,26 @@ class ExitObjective:
         if self._eigen is None or self._squares is None:
             yield from ((logits / t).log_softmax(dim=1) for t in temperatures)
             return
-        posterior = self._eigen.posterior(prior_var)
+        posterior = self._eigen.posterior(prior_var, with_root=False)
         scale = posterior.scale_from_squares(self._squares[part])
         if self._eigen.mode != "exact":
-            root, shifts = scale.sqrt(), self._shifts(posterior)
+            root, shifts = scale.sqrt(), self.shifts(prior_var)
             yield from (interpolated_log_mean_softmax(logits, root, shifts, t) for t in temperatures)
             return
         sampled = sample_logits(logits, scale, posterior, self._draws)
         yield from (log_mean_softmax(sampled, t) for t in temperatures)
 
-    def _shifts(self, posterior: Posterior) -> Tensor:
-        """Shifts L g (S, c) of all draws g."""
-        shifts: Tensor = self._draws @ posterior.root.to(self._draws.dtype).T
-        return shifts
+    def shifts(self, prior_var: float | Tensor) -> Tensor:
+        """Return the shifts L g (S, c) of all draws g; cached, except for a prior variance with a gradient."""
+        if self._eigen is None:
+            raise InputError("there are no draws without Laplace")
+        if isinstance(prior_var, Tensor) and prior_var.requires_grad:
+            return self._eigen.shifts(prior_var, self._draws)
+        key = float(prior_var)
+        if key not in self._shifts:
+            with torch.no_grad():
+                self._shifts[key] = self._eigen.shifts(key, self._draws)
+        return self._shifts[key]
 
     def sample_chunks(self) -> list[slice]:
         """Split the samples into parts that fit in memory with all their draws, or with their gradient.

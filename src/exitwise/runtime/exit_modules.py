@@ -59,11 +59,11 @@ class RuntimeExit(nn.Module):
             basis = posterior.basis
             if self.mode == "exact":
                 self.register_buffer("inverse", posterior.inverse)
-                self.register_buffer("root", (posterior.root / temperature).T.contiguous())
+                self.register_buffer("root", (posterior.dense_root() / temperature).T.contiguous())
                 self.register_buffer("draws", exit.draws)
             else:  # one scalar per sample, t = |phi~ basis diag(inverse)^(1/2)|, times draws that are multiplied once
                 basis = basis * posterior.inverse.sqrt()
-                self.register_buffer("draws", exit.draws @ posterior.root.T / temperature)
+                self.register_buffer("draws", exit.drawn_shifts / temperature)
             self.offset = float(posterior.offset)
             p = exit.head.weight.shape[1]
             blocks.append(basis[:p])
