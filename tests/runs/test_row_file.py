@@ -147,6 +147,9 @@ def test_safe_cells_are_no_formulas(tmp_path: Path, name: str) -> None:
     write(tmp_path / "plain", "csv", some)
     with RowFile(tmp_path / "safe", Csv(safe=True), FIELDS) as file:
         file.add(some)
-    rows = [list(csv.reader((tmp_path / kind).open(newline="")))[1] for kind in ("plain", "safe")]
+    rows = []
+    for kind in ("plain", "safe"):
+        with (tmp_path / kind).open(newline="") as read:
+            rows.append(list(csv.reader(read))[1])
     assert rows[0] == [name, "-1", "=2"]
     assert rows[1] == [("'" if name[:1] in "=+-@\t\r" and name else "") + name, "-1", "'=2"]
