@@ -105,6 +105,7 @@ def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) ->
 def _evaluate_options(method: str, policy: Policy) -> dict[str, Any]:
     """Return the options of `exitwise evaluate` that choose this policy."""
     guarantee, options = policy.guarantee, PolicyOptions.of(policy)
+    loss: dict[str, Any]
     if options.max_loss is not None:
         loss = {"max-loss": f"{100 * options.max_loss:.10g}", "risk": options.risk}
         certify = None if guarantee is None else guarantee.risk_delta

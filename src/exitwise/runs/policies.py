@@ -95,19 +95,20 @@ class CalibratedSplits:
         if certificate is None or self._held_out_preds is None or self.held_out is None:
             if budget is not None or options.max_loss is None:
                 return fitter.fit(budget, options.strategy)
-            reference = None if has_same_last_exit or plain is None else plain.predict(self.val)
-            return fitter.fit_cheapest(options.max_loss, options.strategy, options.risk, reference)
-        references: list[Predictions | None] = [None, None]
+            plain_preds = None if has_same_last_exit or plain is None else plain.predict(self.val)
+            return fitter.fit_cheapest(options.max_loss, options.strategy, options.risk, plain_preds)
+        reference = tune_reference = None
         if budget is None and plain is not None and not has_same_last_exit:
-            references = [plain.predict(self.held_out), plain.predict(self.val)]
+            reference, tune_reference = plain.predict(self.held_out), plain.predict(self.val)
         policy = fitter.certify(
             certificate,
             budget,
             options.strategy,
             self._held_out_preds,
             self.held_out.labels,
-            *references,
-            seed=certificate.seed,
+            reference,
+            tune_reference,
+            certificate.seed,
         )
         if budget is None and policy.guarantee is not None:
             policy = replace(policy, guarantee=replace(policy.guarantee, reference=PLAIN))
