@@ -6,7 +6,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 export PYTHON
 
-.PHONY: demo test test-all test-soak test-kernels test-pythons wheel lint types
+.PHONY: demo test test-all test-soak fuzz test-kernels test-pythons wheel lint types
 .PHONY: benchmark docs screenshot experiments plain policies clean
 
 demo: $(VENV)/core.ready
@@ -36,6 +36,12 @@ test-soak: $(VENV)/dev.ready
 	    echo "round $$round: EXITWISE_TEST_SEED=$$seed"; \
 	    EXITWISE_TEST_SEED=$$seed $(PYTEST) -m "soak or hypothesis" --hypothesis-seed $$seed || exit 1; \
 	done
+
+# Damaged files of every kind, see docs/reliability.md: make fuzz [COUNT=20000] [SEED=0]
+COUNT ?= 20000
+SEED ?= 0
+fuzz: $(VENV)/dev.ready
+	nice -n 19 $(BIN)/python tools/fuzz.py --count $(COUNT) --seed $(SEED)
 
 # The numerical tests on the arithmetic of other CPUs.
 test-kernels: $(VENV)/dev.ready
