@@ -112,3 +112,9 @@ def softmax_case(n: int, c: int, draws: int, seed: int, spread: float = 0.2, siz
     logits = torch.randn(n, c, generator=g) * size
     t = (0.75 * torch.exp(spread * torch.randn(n, generator=g))).clamp(min=1e-3)
     return logits, torch.randint(c, (n,), generator=g), t, torch.randn(draws, c, generator=g)
+
+
+def header_without_digest(path: Path) -> dict[str, str]:
+    """Header of a file, to write it again with other contents: without the digest of the former ones."""
+    with safe_open(path, framework="pt") as file:
+        return {key: value for key, value in file.metadata().items() if key != DIGEST_KEY}

@@ -384,7 +384,7 @@ def make_kinds(folder: Path) -> dict[str, Kind]:
 
     def use_idx(path: Path) -> Any:
         train, test = fashion_mnist.load(path.parent)
-        return train.images, train.labels, test.images
+        return train.pixels, train.labels, test.pixels
 
     def save_cifar(path: Path) -> None:
         record = bytes(k % 256 for k in range(3072))
@@ -394,7 +394,7 @@ def make_kinds(folder: Path) -> dict[str, Kind]:
 
     def use_cifar(path: Path) -> Any:
         train, test = ew.data.load("cifar10", root=path.parent)
-        return train.labels, test.labels, train.classes
+        return train.pixels, train.labels, test.labels, train.classes
 
     def save_rows(path: Path) -> None:
         with RowFile(path, FORMATS[path.suffix[1:]], ("file", "exit", "probability")) as rows:

@@ -79,7 +79,7 @@ def test_demo_leaves_a_whole_run(demo: tuple[Path, str]) -> None:
     assert [row["method"] for row in rows] == list(ew.METHODS)
     assert f"{rows[-1]['nlpd']:.3f}" in out
     assert len(list((folder / "calibrations").iterdir())) == 12
-    assert "open run/report.html in a browser" in out
+    assert "Open run/report.html in a browser" in out
     assert '"name":"cifar100-small"' in (folder / "report.html").read_text()
     assert ew.load_net(folder / "net.safetensors").spec == {"preset": "cifar100-small"}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
@@ -269,7 +269,7 @@ def test_a_bad_trace_stops_every_command(
         (["cost"], "Missing argument"),
         (["cost", "cifar100-small", "--samples", "many"], "--samples"),
         (["cost", "cifar100-small", "--samples", "0"], "--samples"),
-        (["cost", "cifar100-small", "--num-classes", "1"], "`num_classes`"),
+        (["cost", "cifar100-small", "--num-classes", "1"], "`--num-classes`"),
         (["frobnicate"], "No such command"),
         (["evaluate", "nowhere", "--budget", "50%"], "nowhere is not a run"),
         (["calibrate", "nowhere"], "nowhere is not a run"),
@@ -292,17 +292,17 @@ def test_bad_usage_is_one_line_and_status_two(exitwise: Command, arguments: list
         (["evaluate", "--budget", "12ms"], "has no times yet: run `exitwise bench"),
         (["evaluate", "--budget", "much"], "must be like 2e7, 50% or 12ms"),
         (["evaluate", "--budget", "nan"], "must be like 2e7, 50% or 12ms"),
-        (["evaluate"], "Missing option '--budget'"),
+        (["evaluate"], "evaluate needs --budget 50%, or --max-loss 0.2"),
         (["evaluate", "--budget", "2e7", "--method", "MEI"], "did you mean 'MIE'?"),
-        (["evaluate", "--budget", "2e7", "--score", "luck"], "`score` must be one of"),
-        (["evaluate", "--budget", "2e7", "--strategy", "luck"], "`strategy`"),
+        (["evaluate", "--budget", "2e7", "--score", "luck"], "`--score` must be one of"),
+        (["evaluate", "--budget", "2e7", "--strategy", "luck"], "`--strategy`"),
         (["evaluate", "--budget", "2e7", "--score", "variance", "--method", "MIE"], "choose a method with Laplace"),
         (["calibrate", "--mode", "luck"], "'--mode': 'luck' is not one of 'paper', 'exact', 'naive'"),
         (["calibrate", "--search", "luck"], "'--search': 'luck' is not one of 'grid', 'continuous'"),
         (["calibrate", "--samples", "0"], "'--samples': Input should be greater than or equal to 1, but got '0'"),
-        (["calibrate", "--seed", "99999999999999999999999"], "`seed`"),
-        (["calibrate", "--seed", "-1"], "`seed`"),
-        (["ablate", "--budget-range", "3e7", "1e7"], "`budget_range`"),
+        (["calibrate", "--seed", "99999999999999999999999"], "`--seed`"),
+        (["calibrate", "--seed", "-1"], "`--seed`"),
+        (["ablate", "--budget-range", "3e7", "1e7"], "`--budget-range`"),
     ],
 )
 def test_bad_settings_are_named(run: Path, exitwise: Command, arguments: list[str], message: str) -> None:

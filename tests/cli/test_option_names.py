@@ -75,9 +75,9 @@ class TestBudgets:
         [
             ("5%", "`--budget` 5% is below the cost of the first exit: it must lie in 20% to 100%"),
             ("120%", "`--budget` 120% is above the cost of the last exit: it must lie in 20% to 100%"),
-            ("50", "`--budget` 50 is below the cost of the first exit: it must lie in 2e+06 to 1e+07 MACs; "
+            ("50", "`--budget` 50 is below the cost of the first exit: it must lie in 2000000 to 10000000 MACs; "
              "did you mean 50%?"),
-            ("1e5", "`--budget` 1e5 is below the cost of the first exit: it must lie in 2e+06 to 1e+07 MACs"),
+            ("1e5", "`--budget` 1e5 is below the cost of the first exit: it must lie in 2000000 to 10000000 MACs"),
             ("2e8", "`--budget` 2e8 is above the cost of the last exit"),
         ],
     )  # fmt: skip

@@ -225,13 +225,17 @@ def test_a_misfit_names_keys_and_the_preset_that_fits(
     source: str, changes: dict[str, int], target: str, public: bool, expected: str, tmp_path: Path
 ) -> None:
     state, net = models.msdnet(source, **changes).state_dict(), models.msdnet(target)
-    torch.save({released_key(key) if public else key: value for key, value in state.items()}, tmp_path / "other.pth")
+
+    def in_file(key: str) -> str:
+        return released_key(key) if public else key
+
+    torch.save({in_file(key): value for key, value in state.items()}, tmp_path / "other.pth")
     message = refused(net, tmp_path / "other.pth")
     assert message.endswith(expected)
     assert f"does not fit {target!r}" in message
     for label, keys in (
         ("first missing key", [key for key in net.state_dict() if key not in state]),
-        ("first unexpected key", [key for key in state if key not in net.state_dict()]),
+        ("first unexpected key", [in_file(key) for key in state if key not in net.state_dict()]),
     ):
         named = re.findall(f"{label} '([^']+)'", message)
         assert named == keys[:1]

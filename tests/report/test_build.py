@@ -719,7 +719,7 @@ class TestCommand:
         [
             (["--out", "."], "`--out` must name a file, but . is a folder"),
             (["--out", "run.json/page.html"], "run.json"),
-            (["--budget", "9e9"], "`budget` must lie between"),
+            (["--budget", "9e9"], "`--budget` 9e9 is above the cost of the last exit"),
             (["--budget", "much"], "must be like 2e7, 50% or 12ms"),
             (["--budget", "1ms"], "2 to 7.3 ms"),
             (["--method", "MEI"], "did you mean 'MIE'?"),

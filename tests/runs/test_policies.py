@@ -298,7 +298,7 @@ class TestDeployed:
         confidence = np.array([float(row["confidence"]) for row in rows])
         assert (np.abs(confidence - found.probs.amax(1).numpy()) < 1e-5).mean() > 0.99
         again = rows_of(exitwise("predict", run, noise, "--budget", "70%").out)
-        assert [row["confidence"] for row in again] == [row["confidence"] for row in rows]  # other options: as evaluated
+        assert [row["confidence"] for row in again] == [row["confidence"] for row in rows]  # as evaluated
 
     @pytest.mark.slow
     def test_predict_may_ask_for_a_certificate_itself(self, run: Path, noise: Path, exitwise: Command) -> None:

@@ -83,7 +83,7 @@ def test_budgets_in_milliseconds(run: Path, measured: Any, exitwise: Command) ->
     assert half["unit"] == "MACs"
     too_low = exitwise("evaluate", run, "--budget", f"{values[0] / 2}ms")
     assert too_low.status == 2
-    assert "ms, but got" in too_low.err
+    assert "is below the cost of the first exit: it must lie in" in too_low.err
 
 
 def test_a_budget_in_milliseconds_is_predicted_and_measured(run: Path, measured: Any, exitwise: Command) -> None:
@@ -115,7 +115,7 @@ def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
         "full",
         "50%",
         "torch:4",
-        "at best:",
+        "Best speed-up of early exits:",
     ):
         assert word in done.out
     now = json.loads((run / "bench.json").read_text())
@@ -129,12 +129,12 @@ def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
     [
         (["--costs-of", "optimized"], "`--costs-of` must be like optimized:64"),
         (["--costs-of", "optimized:0"], "`--costs-of` must be like optimized:64"),
-        (["--costs-of", "fast:4"], "`backends` must be among torch, optimized, onnx, but got 'fast'"),
-        (["--backend", "gpu"], "`backends` must be among torch, optimized, onnx, but got 'gpu'"),
+        (["--costs-of", "fast:4"], "`--backend` must be among torch, optimized, onnx, but got 'fast'"),
+        (["--backend", "gpu"], "`--backend` must be among torch, optimized, onnx, but got 'gpu'"),
         (["--repeats", "0"], "'--repeats': Input should be greater than or equal to 1"),
         (["--batch-size", "0"], "'--batch-size': Input should be greater than or equal to 1"),
-        (["--budget", "5%"], "`budget` must lie between"),
-        (["--budget", "0.0001ms"], "ms, but got 0.0001"),
+        (["--budget", "5%"], "`--budget` 5% is below the cost of the first exit: it must lie in 18.1% to 100%"),
+        (["--budget", "0.0001ms"], "`--budget` 0.0001ms is below the cost of the first exit"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], problem: str, run: Path, measured: Any, exitwise: Command) -> None:

@@ -844,9 +844,9 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
         (["train-heads"], "needs a trained tiny-8: give its weights with --weights"),
         (["train-heads", "--weights", "nowhere.pth"], "nowhere.pth does not exist"),
         (["train-heads", "--model", "tiny8"], "did you mean 'tiny-8'"),
-        (["train-heads", "--net", "heads_net:net", "--distill", "2"], "`distill` must be a number from 0 to 1"),
-        (["train-heads", "--net", "heads_net:net", "--epochs", "0"], "`epochs` must be a whole number"),
-        (["train-heads", "--net", "heads_net:net", "--seed", "-1"], "`seed` must be"),
+        (["train-heads", "--net", "heads_net:net", "--distill", "2"], "`--distill` must be a number from 0 to 1"),
+        (["train-heads", "--net", "heads_net:net", "--epochs", "0"], "`--epochs` must be a whole number"),
+        (["train-heads", "--net", "heads_net:net", "--seed", "-1"], "`--seed` must be"),
         (
             ["train-heads", "--net", "heads_net:net", "--last", "--distill", "1"],
             "its head cannot be trained as well",

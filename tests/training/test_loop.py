@@ -581,7 +581,7 @@ def test_a_precision_that_the_cpu_dies_of_is_refused(
     monkeypatch.setattr(machine, "_PROBES", {"bf16-mixed": deadly})
     done = exitwise(*DIGITS, "--precision", "bf16-mixed", "--out", tmp_path / "run")
     assert (done.status, done.err.count("\n")) == (2, 1)
-    assert "`precision` bf16-mixed does not run here" in done.err
+    assert "`--precision` bf16-mixed does not run here" in done.err
     assert not (tmp_path / "run").exists()
 
 
@@ -618,10 +618,10 @@ def class_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
         (["--data", "digits", "--model", "tiny8"], "did you mean 'tiny-8'"),
         (["--data", "digits", "--model", "cifar100-small"], "cannot take inputs of shape (1, 8, 8)"),
         (["--data", "digits", "--recipe", "digit"], "did you mean 'digits'"),
-        (["--data", "digits", "--epochs", "0"], "`epochs` must be a whole number of at least 1"),
+        (["--data", "digits", "--epochs", "0"], "`--epochs` must be a whole number of at least 1"),
         (["--data", "digits", "--batch-size", "1001"], "must be from 1 to the 1000 training images, but is 1001"),
-        (["--data", "digits", "--lr", "-1"], "`lr` must be a number of at least 0"),
-        (["--data", "digits", "--seed", "-1"], "`seed` must be"),
+        (["--data", "digits", "--lr", "-1"], "`--lr` must be a number of at least 0"),
+        (["--data", "digits", "--seed", "-1"], "`--seed` must be"),
         (["--data", "digits", "--val-size", "1797"], "must take some of 1797 train images"),
         (["--data", "digits", "--devices", "1000"], "of this machine, but is 1000"),
         (

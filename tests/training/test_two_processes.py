@@ -132,6 +132,6 @@ def test_an_error_of_one_process_is_printed_and_ends_the_others(tmp_path: Path) 
 def test_more_processes_than_a_batch_has_parts_is_refused_by_one_line(tmp_path: Path) -> None:
     done = command("train", *DIGITS, "--devices", "2", "--batch-size", "51", "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert "`batch_size` must be a multiple of 2 processes x 1 parts, but got 51" in done.stderr
+    assert "`--batch-size` must be a multiple of 2 processes x 1 parts, but got 51" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "run").exists()

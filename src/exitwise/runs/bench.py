@@ -66,6 +66,7 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
         backends = tuple(name for name in backends if name != "onnx")
         notes.append("ONNX is left out, its packages are not installed: pip install 'exitwise[onnx]'")
     backends = tuple(dict.fromkeys((*backends, backend)))
+    bench.check_backends(backends)
     batch_sizes = tuple(sorted({*(options.batch_sizes or bench.BATCH_SIZES), int(size)}))
     trace = run.trace()
     chosen = run.chosen()

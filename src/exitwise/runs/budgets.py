@@ -31,7 +31,7 @@ def parse_budget(text: str, costs: Costs, check: bool = True) -> float:
     budget = value / 100 * high if unit == "%" else value
     if not check or low <= budget <= high:
         return budget
-    limits = f"{low:.6g} to {high:.6g} {unit}"
+    limits = f"{low:.10g} to {high:.10g} {unit}"
     if unit == "%":
         limits = f"{ceil(1000 * low / high) / 10:g}% to 100%"
     is_percentage = unit != "%" and budget < low and 100 * low / high <= value <= 100

@@ -104,11 +104,16 @@ def bench_targets(
         names: Some of `BACKENDS`.
         threads: Number of onnxruntime's threads.
     """
+    check_backends(names)
+    policy = no_early_exit_policy(range(1, len(net.stages) + 1))
+    return {name: BACKENDS[name](Classifier(net, calibration, policy), shape, threads) for name in names}
+
+
+def check_backends(names: Sequence[str]) -> None:
+    """Raise InputError unless all names are among `BACKENDS`."""
     for name in names:
         if name not in BACKENDS:
             raise InputError(f"`backends` must be among {', '.join(BACKENDS)}, but got {name!r}")
-    policy = no_early_exit_policy(range(1, len(net.stages) + 1))
-    return {name: BACKENDS[name](Classifier(net, calibration, policy), shape, threads) for name in names}
 
 
 def no_early_exit_policy(costs: Sequence[float]) -> Policy:
