@@ -79,7 +79,7 @@ def test_demo_leaves_a_whole_run(demo: tuple[Path, str]) -> None:
     assert [row["method"] for row in rows] == list(ew.METHODS)
     assert f"{rows[-1]['nlpd']:.3f}" in out
     assert len(list((folder / "calibrations").iterdir())) == 12
-    assert "open run/report.html in a browser" in out
+    assert "Open run/report.html in a browser" in out
     assert '"name":"cifar100-small"' in (folder / "report.html").read_text()
     assert ew.load_net(folder / "net.safetensors").spec == {"preset": "cifar100-small"}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]

@@ -381,10 +381,10 @@ class TestRefused:
         assert other.status == 2
         assert "the list of images has changed" in other.err
         shorter = exitwise("predict", run, folder / "00.png", "--budget", "50%", "--out", out, "--resume")
-        assert "there are no more pictures" in shorter.err
+        assert "there are no more images" in shorter.err
         assert out.read_bytes() == before
         exitwise("predict", run, folder / "04.png", "--budget", "50%", "--out", out, "--force")
         assert [Path(row["image"]).name for row in read(out)] == ["04.png"]
-        assert "is no regular file" in exitwise("predict", run, folder, "--out", tmp_path).err
+        assert "is not a regular file" in exitwise("predict", run, folder, "--out", tmp_path).err
         assert exitwise("predict", run, folder / "00.png", "-").status == 2
         assert "is not a run" in exitwise("predict", tmp_path, folder / "00.png").err

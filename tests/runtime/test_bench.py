@@ -114,7 +114,7 @@ def test_the_table(run: Path, measured: Any, exitwise: Command) -> None:
         "full",
         "50%",
         "torch:4",
-        "at best:",
+        "Best speed-up of early exits:",
     ):
         assert word in done.out
     now = json.loads((run / "bench.json").read_text())
