@@ -16,7 +16,9 @@ def evaluate(
     run: RunArgument,
     budget: Annotated[
         str,
-        typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms after `exitwise bench`."),
+        typer.Option(
+            help="Mean cost per sample: 2e7 (MACs), 50% (of the last exit's cost), or 12ms (after `exitwise bench`)."
+        ),
     ],
     method: MethodOption = OURS,
     score: Annotated[
@@ -28,15 +30,19 @@ def evaluate(
     objective: ObjectiveOption = "accuracy",
     certify: Annotated[
         float | None,
-        typer.Option(help="Certify the budget with this failure probability, such as 0.05; holds out half of val."),
+        typer.Option(
+            help="Certify the budget with this failure probability, such as 0.05. Holds out half of the validation split."
+        ),
     ] = None,
     max_loss: Annotated[
         float | None,
-        typer.Option(help="Also certify a maximum loss relative to the last exit: 0.01 is one percentage point."),
+        typer.Option(
+            help="With --certify: also certify a maximum loss relative to the last exit; 0.01 is one percentage point."
+        ),
     ] = None,
     risk: Annotated[
         str | None,
-        typer.Option(help="Loss of --max-loss: accuracy or disagreement.", show_default="accuracy"),
+        typer.Option(help="Kind of loss that --max-loss limits: accuracy or disagreement.", show_default="accuracy"),
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")

@@ -103,7 +103,7 @@ def train_heads(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the heads of a net on its frozen backbone, all but the last: seconds to minutes.
+    """Train all heads of a net but the last on its frozen backbone (seconds to minutes).
 
     The backbone runs once and its features are cached. Each head keeps the weights of its own best epoch. Use --attach
     to add exits to a trained network.
