@@ -31,7 +31,8 @@ def evaluate(
     certify: Annotated[
         float | None,
         typer.Option(
-            help="Certify the budget with this failure probability, such as 0.05. Holds out half of the validation split."
+            help="Certify the budget with this failure probability, such as 0.05; "
+            "holds out half of the validation split."
         ),
     ] = None,
     max_loss: Annotated[
