@@ -184,7 +184,7 @@ def _new_run_path(out: Path | None, data: DataOptions) -> Path:
 
 
 def _options_of_new_data(data: DataOptions) -> dict[str, Any]:
-    """Return the options that only a new run takes, by their names on the command line; None if not given."""
+    """Map the names of dataset options that only a new run takes to their values; None if not given."""
     return {
         field.name.replace("_", "-"): getattr(data, field.name) or None
         for field in fields(data)
