@@ -35,7 +35,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=False,
     rich_markup_mode="markdown",
-    help="Early-exit networks that can be trusted under a compute budget. Start with: exitwise demo",
+    help="Early-exit networks that can be trusted under a compute budget. "
+    "A run is a directory with a net and its results. Start with: exitwise demo",
 )
 for _group, _commands in COMMANDS.items():
     for _command in _commands:

@@ -97,7 +97,7 @@ def cost(
     in_channels: Annotated[int | None, typer.Option(help="Channels of an image.", show_default="the preset's")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the cost of each exit: vanilla, with Laplace, with ensembling, with MC dropout."""
+    """Print the MACs up to each exit: vanilla, with Laplace, with ensembling, with MC dropout."""
     from dataclasses import asdict
 
     import torch

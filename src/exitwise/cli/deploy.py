@@ -77,7 +77,7 @@ def predict(
         raise InputError(f"{out} exists: --resume to continue it, --force to replace it")
     image_list = predict.list_images(images)
     _set_threads(threads)
-    classifier = deploy.open_run_or_bundle(run, options, net, threads)
+    classifier, description = deploy.open_run_or_bundle(run, options, net, threads)
     preprocessing, classes = deploy.image_format(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
     fields = [*predict.FIELDS, *(["probs"] if probs else [])]
@@ -99,6 +99,8 @@ def predict(
                 for row in rows(names):
                     file.add([row])
                     progress("predict", summary.former + summary.images, image_list.total)
+    if description is not None:
+        print(f"exitwise: {description}", file=sys.stderr)
     full_cost, unit = deploy.full_cost(classifier)
     print(f"exitwise: {_describe_summary(summary, full_cost, unit, time.perf_counter() - start)}", file=sys.stderr)
     if summary.all_failed:
@@ -182,8 +184,9 @@ def export(
     from exitwise.runs.deploy import build_classifier
     from exitwise.runs.run import Run
 
-    classifier = build_classifier(Run(run), options, net)
+    classifier, description = build_classifier(Run(run), options, net)
     classifier.export(out, force=force)
+    print(f"exitwise: {description}", file=sys.stderr)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
         return print_json(bundle=str(out), files=files, policy=policy.to_dict())

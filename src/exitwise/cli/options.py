@@ -18,7 +18,9 @@ NetOption = Annotated[
 ]
 MethodOption = Annotated[
     str,
-    typer.Option(help="Calibration method by name: one of the paper's, PoE for MIE, MC dropout for Laplace."),
+    typer.Option(
+        help="Calibration method, such as 'T_opt' or 'MIE Laplace T_opt sigma_opt'; `exitwise ablate` lists them."
+    ),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Number of threads.", show_default="one per core", min=1)]
 

@@ -18,7 +18,9 @@ def evaluate(
     run: RunArgument,
     budget: Annotated[
         str | None,
-        typer.Option(help="Mean cost per sample: 2e7 (MACs), 50% of the last exit's, or 12ms after `exitwise bench`."),
+        typer.Option(
+            help="Mean cost per sample: 2e7 (MACs), 50% (of the last exit's cost), or 12ms (after `exitwise bench`)."
+        ),
     ] = None,
     method: MethodOption = OURS,
     score: Annotated[
@@ -31,21 +33,22 @@ def evaluate(
     certify: Annotated[
         float | None,
         typer.Option(
-            help="Certify the budget or the loss with this failure probability, such as 0.05; holds out half of val."
+            help="Certify the budget or the loss with this failure probability, such as 0.05; "
+            "holds out half of the validation split."
         ),
     ] = None,
     max_loss: Annotated[
         str | None,
         typer.Option(
             metavar="POINTS",
-            help="Instead of a budget: the cheapest policy that loses at most so many points, such as 0.2, against the "
-            "last exit of the plain net. With --budget and --certify: also certify a loss against the last exit of the "
-            "calibrated net, as a fraction (0.01) or in points (1%).",
+            help="Instead of a budget: the cheapest policy that loses at most this many points of accuracy, such as "
+            "0.2, against the last exit of the plain net. With --budget and --certify: also certify a maximum loss "
+            "against the last exit of the calibrated net, as a fraction (0.01) or in points (1%).",
         ),
     ] = None,
     risk: Annotated[
         str | None,
-        typer.Option(help="Loss of --max-loss: accuracy or disagreement.", show_default="accuracy"),
+        typer.Option(help="Kind of loss that --max-loss limits: accuracy or disagreement.", show_default="accuracy"),
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")

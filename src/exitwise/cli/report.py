@@ -79,8 +79,6 @@ def report(
         amount, unit = parse_budget(budget, costs), costs.unit
         costs.check_budget(amount)
     chosen = opened.chosen()
-    if chosen is not None and method is None and chosen.calibration.method.name != VANILLA:
-        chosen.announce()
     options = ReportOptions(method, amount, unit, root, tuple(against or ()), command)
     with spinner("Reading the run") as update:
         content = build_report(opened, options, progress=update)
@@ -88,6 +86,8 @@ def report(
         if static is not None:
             update("drawing figures")
             write_figures(content, static)
+    if chosen is not None and method is None and chosen.calibration.method.name != VANILLA:
+        print(f"exitwise: {chosen.describe()} (as evaluated)", file=sys.stderr)
     return _print_location(page, static, as_json)
 
 

@@ -105,7 +105,7 @@ def train_heads(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the heads of a net on its frozen backbone, all but the last: seconds to minutes.
+    """Train all heads of a net but the last on its frozen backbone (seconds to minutes).
 
     The backbone runs once and its features are cached. Each head keeps the weights of the epoch with its lowest
     validation NLPD. Use --attach to add exits to a trained network.
@@ -196,7 +196,7 @@ def _new_run_path(out: Path | None, data: DataOptions) -> Path:
 
 
 def _options_of_new_data(data: DataOptions) -> dict[str, Any]:
-    """Return the options that only a new run takes, by their names on the command line; None if not given."""
+    """Map the names of dataset options that only a new run takes to their values; None if not given."""
     return {
         field.name.replace("_", "-"): getattr(data, field.name) or None
         for field in fields(data)

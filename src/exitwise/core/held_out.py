@@ -1,4 +1,4 @@
-"""The hold-out split of a certificate: the only place that draws it. NumPy only."""
+"""Split of validation samples into tuning and held-out samples: one function, so that a seed gives one split."""
 
 from typing import Any
 

@@ -68,7 +68,7 @@ class PolicyFit(Result):
 
     @property
     def used_labels(self) -> bool:
-        """True if the values were computed with labels: the field `labelled`."""
+        """Alias of `labelled`."""
         return self.labelled
 
     @property

@@ -71,8 +71,8 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
     trace = run.trace()
     chosen = run.chosen()
     if options.method is None and chosen is not None:
-        chosen.announce()
         calibration = chosen.calibration
+        notes.append(f"Calibrated as evaluated: {calibration.method.name}.")
     else:
         calibration = load_or_calibrate(run, Tuner(trace), get_method(options.method or OURS))
     net = load_run_net(run, options.net)

@@ -1,6 +1,5 @@
 """The chosen classifier of a run: the calibration and the policy of its last `exitwise evaluate`, in one file."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +36,6 @@ class ChosenClassifier:
         if policy.guarantee is not None:
             parts.append("certified")
         return ", ".join(parts)
-
-    def announce(self, origin: str = "as evaluated") -> None:
-        """Print on stderr which classifier a command uses."""
-        print(f"exitwise: {self.describe()} ({origin})", file=sys.stderr)
 
     def save(self, path: Path) -> None:
         """Write calibration and policy to one safetensors file."""

@@ -168,7 +168,7 @@ class Comparison:
 
 
 class _TestEvaluator:
-    """Evaluation of policies on the test samples of one method, relative to the paper's sweep."""
+    """Evaluates policies of one method on the test samples, and compares them with the paper's sweep."""
 
     def __init__(
         self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap

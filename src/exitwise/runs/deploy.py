@@ -25,8 +25,8 @@ from exitwise.runtime.classifier import Classifier
 from exitwise.runtime.onnx import Session
 
 
-def build_classifier(run: Run, options: ClassifierOptions, function: str | None = None) -> Classifier:
-    """Build the classifier of a run and print which one it is.
+def build_classifier(run: Run, options: ClassifierOptions, function: str | None = None) -> tuple[Classifier, str]:
+    """Build the classifier of a run, and describe which one it is.
 
     Without options it is exactly the chosen one: the calibration and the policy of the last `exitwise evaluate`.
     Options replace parts of it, and the policy is fitted again. `function` builds a net of the user's own.
@@ -34,17 +34,18 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
     net = load_run_net(run, function)
     chosen = run.chosen()
     if chosen is not None and options == ClassifierOptions():
-        chosen.announce()
+        origin = "as evaluated"
     else:
         chosen = _fit_classifier(run, options, chosen)
-        chosen.announce("fitted now")
-    return Classifier(
+        origin = "fitted now"
+    classifier = Classifier(
         net,
         chosen.calibration,
         chosen.policy,
         classes=chosen.classes,
         preprocessing=run_preprocessing(run),
     )
+    return classifier, f"{chosen.describe()} ({origin})"
 
 
 def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifier | None) -> ChosenClassifier:
@@ -114,13 +115,14 @@ def _calibrate(
 
 def open_run_or_bundle(
     path: Path, options: ClassifierOptions, function: str | None, threads: int | None
-) -> Classifier | Session:
-    """Open a run as a classifier that is optimized for CPUs, or a bundle as a session."""
+) -> tuple[Classifier | Session, str | None]:
+    """Open a run as a classifier that is optimized for CPUs, with its description, or a bundle as a session."""
     if not (path / MANIFEST).is_file():
-        return build_classifier(Run(path), options, function).optimize()
+        classifier, description = build_classifier(Run(path), options, function)
+        return classifier.optimize(), description
     if options != ClassifierOptions() or function is not None:
         raise InputError(f"{path} is a bundle with a method, a net and thresholds of its own: export another one")
-    return Session(path, threads=threads)
+    return Session(path, threads=threads), None
 
 
 def image_format(classifier: Classifier | Session) -> tuple[Preprocessing, tuple[str, ...] | None]:

@@ -60,7 +60,7 @@ class PolicyOptions:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
     def for_baseline(self, method: Method) -> "PolicyOptions":
-        """Return the options for a baseline: without variance if it has no draws, and without a certified loss."""
+        """Return options that a baseline can meet: `confidence` for `variance` without draws, and no certified loss."""
         certificate = self.certificate
         if certificate is not None and certificate.risk is not None:
             # A baseline that cannot be certified must not fail the command.

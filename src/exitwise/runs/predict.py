@@ -30,7 +30,7 @@ class StreamClassifier(Protocol):
 
 @dataclass(frozen=True)
 class ImageList:
-    """Names of image files and their number, None if it is unknown."""
+    """Names of image files. `total` is their number, or None for names from stdin."""
 
     names: Iterable[str]
     total: int | None

@@ -176,7 +176,7 @@ BACKENDS: Mapping[str, Callable[[Classifier, tuple[int, ...], int], BenchTarget]
 
 
 def match_exit_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
-    """Return the policy with thresholds at which the given shares (K,) of the samples of `preds` (K, n, c) exit."""
+    """Return a copy of the policy whose thresholds let a share `shares[k]` of the samples of `preds` exit at exit k."""
     ranking = ScoreRanking(exit_scores(preds, policy.score))
     counts = np.rint(np.asarray(shares) * ranking.samples)
     return replace(policy, thresholds=ranking.thresholds(ranking.cutoffs_for_counts(counts)))

@@ -33,7 +33,7 @@ class PerSample:
 
 @dataclass(frozen=True, eq=False)
 class SharedTensor:
-    """Tensor in a state that all samples share; the wrapper hides it from compaction."""
+    """A tensor of the stage state without a sample dimension, wrapped so that compaction skips it."""
 
     value: Tensor
 
