@@ -1,16 +1,19 @@
 """Small traces, nets and predictions that tests share: random, but shaped like the real thing."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from oracles import random_probs
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import exitwise as ew
 from exitwise.calibration.laplace import Curvature, CurvatureSum
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core.predictions import ExitPrediction, Predictions
+from exitwise.core.tensorfiles import DIGEST_KEY
 from exitwise.policies.scores import exit_scores
 
 

@@ -238,6 +238,7 @@ class CurvatureEigen:
         """Compute the lower Cholesky factor C (c, c) of J U J, where J reverses the order of the classes."""
         U = self._B.to(dtype).flip(0, 1).div_(sqrt(self.n))
         U.diagonal().add_((var0**-0.5).to(dtype))
+        C: Tensor
         C, failed = torch.linalg.cholesky_ex(U)
         if failed.item():
             raise InputError(

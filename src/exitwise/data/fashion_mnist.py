@@ -4,7 +4,7 @@ import gzip
 import zlib
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def _read_idx(root: Path, name: str, dimensions: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def _read_at_most(stream: BinaryIO, size: int) -> bytes:
+def _read_at_most(stream: IO[bytes] | gzip.GzipFile, size: int) -> bytes:
     """Return up to `size` bytes; memory grows with the bytes that there are, whatever a header promises."""
     blocks, remaining = [], size
     while remaining and (block := stream.read(min(remaining, 1 << 20))):

@@ -92,8 +92,8 @@ def _choose_size(train: Any, val: Any, test: Any, given: int | None) -> tuple[An
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (train.mean, train.std))
     if is_rank_zero():
         print(f"exitwise: images {steps}, and normalized with mean {mean}, std {std}", file=sys.stderr)
-    sized = (None if image_set is None else replace(image_set, size=size) for image_set in sets)
-    return *sized, size
+    train, val, test = (None if image_set is None else replace(image_set, size=size) for image_set in sets)
+    return train, val, test, size
 
 
 def _hold_out(options: DataOptions, dataset: data.DataSet, train: Any, val: Any, test: Any, seed: int) -> data.HoldOut:
