@@ -177,3 +177,21 @@ def plain_probs(trace: ew.Trace, k: int, temperature: float, var0: float | None,
     posterior = CurvatureEigen(trace.curvature[k], mode, head.bias is not None).posterior(var0)  # type: ignore[arg-type]
     z = sample_logits(logits.double(), posterior.scale(features), posterior, draws.double())
     return (z / temperature).softmax(2).mean(1)
+
+
+def early_exit_failure_prediction(
+    scores: list[list[float]], correct: list[list[bool]], exits: list[int] | None = None
+) -> tuple[list[float | None], float | None]:
+    """EEFP at every exit but the last and their mean, by comparing all pairs of samples; ties count one half."""
+    areas: list[float | None] = []
+    weights = []
+    for k in range(len(scores) - 1):
+        samples = [i for i in range(len(scores[k])) if exits is None or exits[i] >= k]
+        right = [i for i in samples if correct[k][i] or not any(row[i] for row in correct[k + 1 :])]
+        wrong = [i for i in samples if i not in right]
+        wins = [(scores[k][i] > scores[k][j]) + (scores[k][i] == scores[k][j]) / 2 for i in right for j in wrong]
+        areas.append(sum(wins) / len(wins) if wins else None)
+        weights.append(len(samples))
+    defined = [(area, weight) for area, weight in zip(areas, weights, strict=True) if area is not None]
+    total = sum(weight for _, weight in defined)
+    return areas, sum(area * weight for area, weight in defined) / total if total else None

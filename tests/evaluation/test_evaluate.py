@@ -298,7 +298,7 @@ class TestResults:
         probs, labels = case()
         curve = ew.budget_curve(probs, labels=labels, policies=ew.sweep(probs, costs=COSTS[:3])[:3], costs=COSTS[:3])
         table = curve.to_pandas()
-        assert list(table.columns) == [*METRICS, "cost", "unit", "samples"]
+        assert list(table.columns) == [*METRICS, "cost", "unit", "samples", "eefp", "eefp_visited"]
         assert table["cost"].tolist() == [result.cost for result in curve]
         assert table["nlpd"].tolist() == [result.nlpd for result in curve]
         row = curve.points[1].to_pandas()

@@ -141,6 +141,7 @@ def calibration(calibration: Calibration, vanilla: Calibration) -> RichTable:
         "exit",
         "temperature",
         *(["prior variance"] if calibration.method.laplace else []),
+        *(["weights of exits 1, 2, ..."] if calibration.pool else []),
         "NLPD before",
         "NLPD after",
     ]
@@ -151,7 +152,8 @@ def calibration(calibration: Calibration, vanilla: Calibration) -> RichTable:
         prior = [_format_tuned(exit.prior_var, (k, "prior variance") in at_bound)] if calibration.method.laplace else []
         nlpd = [f"{vanilla.val_nlpd[k]:.4f}", f"{calibration.val_nlpd[k]:.4f}"]
         temperature = _format_tuned(exit.temperature, (k, "temperature") in at_bound)
-        table.add_row(str(k + 1), temperature, *prior, *nlpd)
+        pooled = [" ".join(f"{weight:.3f}" for weight in calibration.pool[k].weights)] if calibration.pool else []
+        table.add_row(str(k + 1), temperature, *prior, *pooled, *nlpd)
     return table
 
 
@@ -184,10 +186,16 @@ def evaluation(evaluated: RunEvaluation, costs: Costs, labels: Mapping[str, str]
         ("Brier score", [f"{result.brier:.4f}" for _, result in pairs]),
         ("AUROC, correct against wrong", [f"{result.auroc:.4f}" for _, result in pairs]),
         ("AURC", [f"{result.aurc:.4f}" for _, result in pairs]),
+        ("EEFP, stopping is right", [_format_eefp(result.eefp) for _, result in pairs]),
+        ("EEFP, exits as visited", [_format_eefp(result.eefp_visited) for _, result in pairs]),
     ]
     for name, cells in rows:
         table.add_row(name, *cells)
     return table
+
+
+def _format_eefp(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"
 
 
 def _loss_rows(evaluated: RunEvaluation, costs: Costs) -> list[tuple[str, list[str]]]:
@@ -249,6 +257,7 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
         "laplace": "Laplace",
         "naive_laplace": "naive Laplace",
         "ensemble": "MIE",
+        "pool": "Pool",
         "ours": "Laplace + MIE",
         "mc_dropout": "MC dropout",
     }
@@ -352,7 +361,7 @@ def policies(
         rich_table = _table(f"\n{labels.get(method, method)}, {score}", gap=0 if narrow else 1)
         rich_table.add_column("budget", justify="right", no_wrap=True)
         rich_table.add_column("strategy", no_wrap=True)
-        names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "vs sweep")
+        names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "EEFP", "vs sweep")
         for name in names:
             rich_table.add_column(name, justify="right", no_wrap=True)
         previous = None
@@ -376,6 +385,7 @@ def policies(
                 f"{100 * row.top1:.2f} ±{_half_width(row.intervals['top1'], 100):.2f}",
                 f"{row.nlpd:.3f}" + ("" if narrow else f" ±{_half_width(row.intervals['nlpd']):.3f}"),
                 _drop_leading_zero(f"{row.ece:.3f}"),
+                "" if row.eefp is None else _drop_leading_zero(f"{row.eefp:.3f}"),
                 gain,
             )
             previous = row.budget
@@ -392,7 +402,8 @@ def policies(
         f"costs in percent of the budget. Calibrated and fitted on the validation split, measured on "
         f"{tested:,} test samples; ± and brackets: 95 % intervals of {table.repeats} bootstrap resamples.{certified}\n"
         f"The paper's sweep takes no budget: of its 39 policies, the most expensive one within the budget is shown. "
-        f"vs sweep: difference in points of top-1 at equal test cost, where the sweep reaches it."
+        f"vs sweep: difference in points of top-1 at equal test cost, where the sweep reaches it. EEFP: how well the "
+        f"score detects where stopping is right (AUROC, mean over all exits but the last)."
     )
     for note in table.notes:
         yield f"\n{note}"

@@ -1,6 +1,6 @@
 """Evaluation of policies: cost and metrics at one budget or along a budget curve. NumPy only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
@@ -17,6 +17,7 @@ from exitwise.policies.policy import Policy
 from exitwise.policies.scores import exit_scores
 
 TOP = 5
+EEFP = ("eefp", "eefp_visited")  # fields of an `Evaluation` that depend on the exit score
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Evaluation(Metrics):
         samples: Number of samples, n.
         exit_shares: Shares (K,) of the samples that take each exit.
         per_exit: Metrics (K,) if all samples took that exit.
+        eefp: Early-exit failure prediction: how well the exit score detects where stopping is right, the mean over all
+            exits but the last; see `metrics.eefp`. None if it is undefined.
+        eefp_visited: The same over the samples that reach each exit, with exits weighted by their number.
+        eefp_per_exit: The same (K - 1,) at every exit but the last, over all samples.
     """
 
     cost: float
@@ -65,6 +70,12 @@ class Evaluation(Metrics):
     samples: int
     exit_shares: tuple[float, ...]
     per_exit: tuple[Metrics, ...]
+    eefp: float | None = None
+    eefp_visited: float | None = None
+    eefp_per_exit: tuple[float | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eefp_per_exit", tuple(self.eefp_per_exit))  # a list if read from JSON
 
     def __repr__(self) -> str:
         shares = " ".join(f"{share:.1%}" for share in self.exit_shares)
@@ -99,8 +110,17 @@ class PerSampleMetrics:
         """Metrics of every exit, as if all samples took it."""
         return tuple(Metrics(**self.metrics(k)) for k in range(len(self.rank)))
 
-    def evaluation(self, exits: Array, costs: Costs) -> Evaluation:
-        """Evaluate a policy from the exit (n,) that each sample takes."""
+    @property
+    def correct(self) -> Array:
+        """Mask (K, n) of correct predictions."""
+        return np.asarray(self.rank == 0)
+
+    def stopping_ranks(self, scores: Array) -> metrics.StoppingRanks:
+        """Return the ranks that the EEFP of any policy on these scores (K, n) is computed from."""
+        return metrics.StoppingRanks(scores.astype(np.float32), self.correct)  # rounding restores ties
+
+    def evaluation(self, exits: Array, costs: Costs, ranks: metrics.StoppingRanks | None = None) -> Evaluation:
+        """Evaluate a policy from the exit (n,) that each sample takes; with the ranks of its scores, also its EEFP."""
         shares = np.bincount(exits, minlength=len(costs)) / len(exits)
         return Evaluation(
             **self.metrics(exits),
@@ -109,6 +129,9 @@ class PerSampleMetrics:
             samples=len(exits),
             exit_shares=tuple(map(float, shares)),
             per_exit=self.per_exit,
+            eefp=None if ranks is None else ranks.mean(),
+            eefp_visited=None if ranks is None else ranks.mean(exits),
+            eefp_per_exit=() if ranks is None else ranks.per_exit(),
         )
 
     def metrics(self, exits: Array | int) -> dict[str, float]:
@@ -124,6 +147,22 @@ class PerSampleMetrics:
             "brier": float(self.brier[taken].mean(dtype=np.float64)),
             **metrics.ranking_metrics(confidence, correct),
         }
+
+
+def describe_eefp_disagreement(metrics_by_name: Mapping[str, tuple[float, float | None]]) -> str | None:
+    """Return a sentence if ECE and EEFP prefer different names, from (ECE, EEFP) by name; None if they agree."""
+    defined = {name: (ece, eefp) for name, (ece, eefp) in metrics_by_name.items() if eefp is not None}
+    if len(defined) < 2:
+        return None
+    by_ece = min(defined, key=lambda name: defined[name][0])
+    by_eefp = max(defined, key=lambda name: defined[name][1])
+    (ece, eefp), (other_ece, other_eefp) = defined[by_ece], defined[by_eefp]
+    if eefp == other_eefp or ece == other_ece:
+        return None
+    return (
+        f"ECE and EEFP disagree: {by_ece} has the smallest ECE ({ece:.3f}, {by_eefp} {other_ece:.3f}), but the score "
+        f"of {by_eefp} detects best where stopping is right (EEFP {other_eefp:.3f}, {by_ece} {eefp:.3f})."
+    )
 
 
 @dataclass(frozen=True)
@@ -149,7 +188,8 @@ class BudgetCurve(Result):
             high: Upper end of the budget range.
 
         Returns:
-            The means by the names of the metrics; NaN if a metric is NaN at a point.
+            The means by the names of the metrics; NaN if a metric is NaN at a point. EEFP is left out if it is
+            undefined at a point.
 
         Raises:
             InputError: If `low` and `high` are not two growing, finite numbers.
@@ -166,9 +206,9 @@ class BudgetCurve(Result):
             ends = np.interp([low, high], cost, values)
             return float(np.trapezoid(np.concatenate([ends[:1], values[inside], ends[1:]]), knots) / (high - low))
 
-        return {
-            field.name: average(np.array([getattr(point, field.name) for point in points])) for field in fields(Metrics)
-        }
+        names = [field.name for field in fields(Metrics)]
+        names += [name for name in EEFP if all(getattr(point, name) is not None for point in points)]
+        return {name: average(np.array([getattr(point, name) for point in points])) for name in names}
 
 
 def evaluate(
@@ -240,7 +280,7 @@ def budget_curve(
         >>> len(curve), curve.points[0].cost < curve.points[-1].cost
         (39, True)
         >>> sorted(curve.mean(*trace.budget_range))
-        ['adaptive_ece', 'aurc', 'auroc', 'brier', 'ece', 'nlpd', 'top1', 'top5']
+        ['adaptive_ece', 'aurc', 'auroc', 'brier', 'ece', 'eefp', 'eefp_visited', 'nlpd', 'top1', 'top5']
     """
     preds = Predictions.of(preds)
     decider = preds if decide_with is None else Predictions.of(decide_with)
@@ -256,11 +296,14 @@ def budget_curve(
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
     sample_metrics = PerSampleMetrics.of(preds, check_labels(labels, samples, classes))
     points = []
+    ranks: dict[str, metrics.StoppingRanks] = {}
     for policy in policies:
         if not isinstance(policy, Policy):
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
-        taken = policy.exits_from_scores(exit_scores(decider, policy.score))
-        points.append(sample_metrics.evaluation(taken, costs))
+        scores = exit_scores(decider, policy.score)
+        if policy.score not in ranks:
+            ranks[policy.score] = sample_metrics.stopping_ranks(scores)
+        points.append(sample_metrics.evaluation(policy.exits_from_scores(scores), costs, ranks[policy.score]))
     return BudgetCurve(tuple(points))

@@ -1,10 +1,14 @@
 """Metrics of predictions: pure functions of predictions for n samples and their labels. NumPy only."""
 
+from typing import Any
+
 import numpy as np
 
-from exitwise.core.predictions import Array
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Array, to_array
 from exitwise.core.predictions import check_labels as check_labels
 from exitwise.core.predictions import log_true as _log_true
+from exitwise.core.stopping import stopping_is_right as stopping_is_right
 
 BINS = 10
 
@@ -205,6 +209,106 @@ def ranking_metrics(confidence: Array, correct: Array) -> dict[str, float]:
         "auroc": _sorted_auroc(*ordered),
         "aurc": _sorted_aurc(*ordered),
     }
+
+
+def eefp(scores: Any, correct: Any, exits: Any = None) -> float | None:
+    """Early-exit failure prediction: area under the ROC curve of detecting, by the exit score, where stopping is right.
+
+    Stopping is right at an exit that is correct, and at an exit after which every later exit is wrong. A calibrated
+    confidence says whether an exit is correct; this metric says whether its score picks the samples that should stop.
+
+    The result is the mean of `eefp_per_exit` over all exits but the last: over all samples or, with the `exits` that a
+    policy chose, over the samples that reach each exit, with exits weighted by their number.
+
+    Args:
+        scores: Scores (K, n), larger for more certain samples.
+        correct: Whether each exit is correct (K, n).
+        exits: Exit (n,) that each sample takes; by default every sample visits every exit.
+
+    Returns:
+        The area, 0 to 1; None if it is undefined at every exit, as with a single exit.
+
+    Raises:
+        InputError: If shapes do not match, or a score is NaN.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> scores = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.9, 0.9, 0.9]])
+        >>> correct = np.array([[True, False, True, False], [True, True, False, False]])
+        >>> round(ew.metrics.eefp(scores, correct), 4)  # only the second sample should continue
+        0.3333
+    """
+    return StoppingRanks(scores, correct).mean(exits)
+
+
+def eefp_per_exit(scores: Any, correct: Any, exits: Any = None) -> tuple[float | None, ...]:
+    """Area under the ROC curve of detecting by the exit score where stopping is right, at every exit but the last.
+
+    Ties count one half. At the last exit stopping is always right, so it has no such area.
+
+    Args:
+        scores: Scores (K, n), larger for more certain samples.
+        correct: Whether each exit is correct (K, n).
+        exits: Exit (n,) that each sample takes, to use only the samples that reach each exit.
+
+    Returns:
+        Areas (K - 1,); None at an exit where stopping is right for all samples or for none, or that none reaches.
+
+    Raises:
+        InputError: If shapes do not match, or a score is NaN.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import numpy as np
+        >>> scores = np.array([[0.9, 0.8], [0.9, 0.9]])
+        >>> ew.metrics.eefp_per_exit(scores, np.array([[True, False], [True, True]]))
+        (1.0,)
+    """
+    return StoppingRanks(scores, correct).per_exit(exits)
+
+
+class StoppingRanks:
+    """Samples sorted by score at every exit but the last, to compute the EEFP of many policies from one sort."""
+
+    def __init__(self, scores: Any, correct: Any) -> None:
+        """Check and sort scores (K, n) against correct (K, n)."""
+        values = to_array("scores", scores)
+        right = stopping_is_right(to_array("correct", correct))
+        if values.shape != right.shape or not np.issubdtype(values.dtype, np.number):
+            raise InputError(
+                f"`scores` must be numbers {right.shape} like `correct`, but got {values.dtype} {values.shape}"
+            )
+        if np.isnan(values).any():
+            raise InputError("`scores` must be numbers, but some are NaN")
+        self._order = np.argsort(-values[:-1], axis=1, kind="stable")
+        self._scores = np.take_along_axis(values[:-1], self._order, axis=1)
+        self._right = np.take_along_axis(right[:-1], self._order, axis=1).astype(np.float64)
+
+    def per_exit(self, exits: Any = None) -> tuple[float | None, ...]:
+        """Return the areas (K - 1,), over the samples that reach each exit if the `exits` (n,) taken are given."""
+        return tuple(area for area, _ in self._areas(exits))
+
+    def mean(self, exits: Any = None) -> float | None:
+        """Return the mean of the areas that are defined; with `exits`, weighted by the samples that reach each exit."""
+        pairs = [(area, reached) for area, reached in self._areas(exits) if area is not None]
+        total = sum(reached for _, reached in pairs)
+        return sum(area * reached for area, reached in pairs) / total if total else None
+
+    def _areas(self, exits: Any) -> list[tuple[float | None, int]]:
+        """Return the area and the number of samples that reach it, for every exit but the last."""
+        samples = self._order.shape[1]
+        taken = None if exits is None else to_array("exits", exits)
+        if taken is not None and (taken.shape != (samples,) or not np.issubdtype(taken.dtype, np.integer)):
+            raise InputError(f"`exits` must be {samples} whole numbers, but got {taken.dtype} {taken.shape}")
+        areas: list[tuple[float | None, int]] = []
+        for k, (order, scores, right) in enumerate(zip(self._order, self._scores, self._right, strict=True)):
+            if taken is not None:
+                reached = taken[order] >= k
+                scores, right = scores[reached], right[reached]
+            area = _sorted_auroc(scores, right) if len(right) else float("nan")
+            areas.append((None if np.isnan(area) else area, len(right)))
+        return areas
 
 
 def _sort_by_confidence(confidence: Array, correct: Array) -> tuple[Array, Array]:

@@ -37,6 +37,7 @@ class TableRow(Result):
         change: Change of each metric against vanilla.
         temperatures: Temperatures (K,) of the calibration.
         prior_vars: Prior variances (K,) of the calibration; None without Laplace.
+        eefp: Mean EEFP, how well the exit score detects where stopping is right; None if it is undefined.
     """
 
     method: str
@@ -47,6 +48,7 @@ class TableRow(Result):
     change: dict[str, float]
     temperatures: tuple[float, ...] | None = None
     prior_vars: tuple[float, ...] | None = None
+    eefp: float | None = None
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ def make_paper_tables(
             change=change,
             temperatures=calibration.temperatures if calibration else None,
             prior_vars=calibration.prior_vars if calibration and calibration.method.laplace else None,
+            eefp=mean.get("eefp"),
         )
 
     rows = tuple(make_row(name, name, used[name]) for name in methods)

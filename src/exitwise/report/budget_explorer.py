@@ -9,6 +9,7 @@ import numpy as np
 from exitwise.core.costs import Costs
 from exitwise.core.predictions import Array
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
+from exitwise.evaluation.evaluate import describe_eefp_disagreement
 from exitwise.policies.policy import Policy, thresholds_to_json
 from exitwise.report.evaluated_model import EvaluatedModel, reliability_bins
 from exitwise.runs.policies import PolicyOptions
@@ -63,6 +64,12 @@ def explore_budgets(
                     metric: _round_interval(percentile_interval(values - resampled["vanilla"][metric]))
                     for metric, values in resampled["ours"].items()
                 },
+                "eefp_note": describe_eefp_disagreement(
+                    {
+                        f"the {label} model": (sweeps[name].evaluations[i].ece, sweeps[name].evaluations[i].eefp)
+                        for name, label in (("vanilla", "vanilla"), ("ours", "calibrated"))
+                    }
+                ),
                 **_find_moved_samples(sweeps["vanilla"], sweeps["ours"], i, points),
             }
         )
@@ -97,7 +104,10 @@ class _BudgetSweep:
             for budget in budgets
         ]
         self.exits = [policy.exits(model.preds) for policy in self.policies]
-        self.evaluations = [model.per_sample.evaluation(exits, costs) for exits in self.exits]
+        self.evaluations = [
+            model.per_sample.evaluation(exits, costs, model.stopping_ranks(policy))
+            for policy, exits in zip(self.policies, self.exits, strict=True)
+        ]
         self._costs = np.asarray(costs.values)
         self._all = np.arange(model.preds.shape[1])
 

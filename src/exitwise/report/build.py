@@ -18,7 +18,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
-from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
+from exitwise.evaluation.evaluate import BudgetCurve, budget_curve, describe_eefp_disagreement
 from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, PaperTables, Table, make_paper_tables
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
@@ -296,6 +296,7 @@ def _table_data(name: str, title: str, table: Table, preset: str, labels: Mappin
             "method": row.method,
             "label": labels.get(row.method, row.method),
             "metrics": {m: getattr(row, m) for m in METRICS},
+            "eefp": row.eefp,
             "change": row.change,
             "published": numbers.get(row.method),
             "published_change": changes.get(row.method),
@@ -303,7 +304,16 @@ def _table_data(name: str, title: str, table: Table, preset: str, labels: Mappin
         for row in table
     ]
     texts = {"csv": table.to_csv(), "latex": table.to_latex()}
-    return {"name": name, "title": title, "range": list(table.budget_range), "unit": table.unit, "rows": rows, **texts}
+    note = describe_eefp_disagreement({labels.get(row.method, row.method): (row.ece, row.eefp) for row in table})
+    return {
+        "name": name,
+        "title": title,
+        "range": list(table.budget_range),
+        "unit": table.unit,
+        "rows": rows,
+        "eefp_note": note if name == "ablation" else None,
+        **texts,
+    }
 
 
 def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any]]:

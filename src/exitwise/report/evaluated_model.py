@@ -9,7 +9,8 @@ import numpy as np
 from exitwise.calibration.trace import Split
 from exitwise.core.predictions import Array, Predictions
 from exitwise.evaluation.evaluate import PerSampleMetrics
-from exitwise.evaluation.metrics import BINS, bin_of
+from exitwise.evaluation.metrics import BINS, StoppingRanks, bin_of
+from exitwise.policies.policy import Policy
 from exitwise.policies.scores import exit_scores
 from exitwise.runs.policies import CalibratedSplits
 
@@ -27,6 +28,16 @@ class EvaluatedModel:
         """Evaluate a calibration on the test split."""
         preds = splits.calibration.predict(test)
         return cls(splits, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
+
+    def stopping_ranks(self, policy: Policy) -> StoppingRanks:
+        """Return the ranks that the EEFP of a policy is computed from; those of a score are computed once."""
+        if policy.score not in self._stopping_ranks:
+            self._stopping_ranks[policy.score] = self.per_sample.stopping_ranks(exit_scores(self.preds, policy.score))
+        return self._stopping_ranks[policy.score]
+
+    @cached_property
+    def _stopping_ranks(self) -> dict[str, StoppingRanks]:
+        return {}
 
     @cached_property
     def entropy(self) -> Array:

@@ -34,7 +34,8 @@ class PolicyRow(Result):
 
     `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the difference in
     accuracy to the paper's sweep at the same test cost, interpolated between its two nearest policies; None for the
-    sweep itself and for costs that it does not reach.
+    sweep itself and for costs that it does not reach. `eefp` is that of the score on all test samples, `eefp_visited`
+    that on the samples that reach each exit; None if undefined.
     """
 
     method: str
@@ -52,6 +53,8 @@ class PolicyRow(Result):
     intervals: dict[str, tuple[float, float]]
     exit_shares: tuple[float, ...]
     thresholds: tuple[float, ...]
+    eefp: float | None = None
+    eefp_visited: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "thresholds": thresholds_to_json(self.thresholds)}
@@ -198,7 +201,9 @@ class _TestEvaluator:
     ) -> PolicyRow:
         """Return the row of a policy; `other` has the predictions of another calibration, if it was fitted on that."""
         preds, per_sample = other or (self._preds, self._per_sample)
-        exits = policy.exits(preds)
+        scores = exit_scores(preds, policy.score)
+        exits = policy.exits_from_scores(scores)
+        ranks = per_sample.stopping_ranks(scores)
         table = metric_columns(per_sample, exits, self._costs)
         cost, correct = table[:, 0], table[:, 1]
         public = self._sweep_accuracy_at(float(cost.mean())) if strategy != PUBLIC else None
@@ -222,6 +227,8 @@ class _TestEvaluator:
             intervals=intervals,
             exit_shares=tuple((np.bincount(exits, minlength=len(self._costs)) / len(exits)).tolist()),
             thresholds=policy.thresholds,
+            eefp=ranks.mean(),
+            eefp_visited=ranks.mean(exits),
         )
 
     def _sweep_accuracy_at(self, cost: float) -> Array | None:

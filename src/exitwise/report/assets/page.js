@@ -347,6 +347,7 @@ function galleries() {
 function calibration() {
   const of = (model) => state.at === "taken" ? step()[model] : { ...data.uncertainty[model][state.at].metrics, reliability: data.uncertainty[model][state.at].reliability };
   const captions = Object.fromEntries(Object.keys(MODELS).map((model) => [model, html("p", { class: model, id: `calibration-${model}` })]));
+  const eefpNote = html("p", { id: "eefp-models", class: "soft small" });
   const columns = Object.entries(MODELS).map(([model, name]) => {
     let targets = [];
     const diagram = figure(`${name} model: accuracy against confidence`, (width) => Math.min(320, width * 0.8), (drawing, width, height) => {
@@ -374,8 +375,9 @@ function calibration() {
   const repaint = () => {
     for (const model of Object.keys(MODELS)) {
       const metrics = of(model);
-      captions[model].textContent = `ECE ${metric("ece", metrics.ece)}; AUROC of correct against wrong predictions ${auroc(metrics.auroc)}`;
+      captions[model].textContent = `ECE ${metric("ece", metrics.ece)}; AUROC of correct against wrong predictions ${auroc(metrics.auroc)}${typeof metrics.eefp === "number" ? `; EEFP ${auroc(metrics.eefp)}` : ""}`;
     }
+    eefpNote.textContent = state.at === "taken" ? step().eefp_note ?? "" : "";
     columns.forEach(({ parts }) => parts.forEach((part) => part.repaint()));
   };
   const options = [["taken", "the exits taken at this budget"], ...data.uncertainty.ours.map((_, k) => [k, `exit ${k + 1}`])];
@@ -387,6 +389,7 @@ function calibration() {
     paragraph("A calibrated model is correct on 80 % of the samples that it predicts with 80 % confidence, so the bars end at the diagonal. The tinted part is the gap between confidence and accuracy. The ECE is the mean gap, weighted by the number of samples in each bin."),
     hasEarlyExits ? choice("At", "reliability", options, "taken", (value) => { state.at = value; repaint(); }) : null,
     html("div", { class: "grid2" }, columns.map(({ node }) => node)),
+    hasEarlyExits ? paragraph("A small ECE does not make good decisions. The EEFP says how well the exit score detects where stopping is right: where an exit is correct, or every later exit is wrong.") : null, eefpNote,
     table("Each exit, if all samples exited there", ["exit", "top-1 %, vanilla", "calibrated", "NLPD, vanilla", "calibrated", "ECE, vanilla", "calibrated", "AUROC, vanilla", "calibrated"], rows));
   follow(repaint);
 }
@@ -405,6 +408,7 @@ function sortableTable(source) {
     columns.push({ title: "±", label: `${title}, published change`, kind: "published", value: (row) => row.published_change?.[name],
       cell: (row, i) => i && row.published_change ? td(signed(name, row.published_change[name]), `published ${verdict(name, row.published_change[name])}`) : "" });
   }
+  if (source.rows.some((row) => typeof row.eefp === "number")) columns.push({ title: "EEFP", value: (row) => row.eefp, cell: (row) => typeof row.eefp === "number" ? row.eefp.toFixed(3) : "" });
   const body = html("tbody", {}), order = { column: null, down: false };
   const heads = columns.map((column, j) => html("th", { class: column.kind, scope: "col" },
     html("button", { type: "button", "aria-label": `Sort by ${column.label || column.title}`, onclick: () => { order.down = order.column === j ? !order.down : j > 0; order.column = j; fill(); } }, column.title)));
@@ -446,6 +450,10 @@ function copyButton(title, content) {
   }, title);
 }
 
+function disagreement(source) {
+  return source.eefp_note ? html("p", { id: "eefp-methods", class: "soft small" }, source.eefp_note) : null;
+}
+
 function tables() {
   let withPaper = false;
   const kinds = ["vanilla", "middle", "ours"];
@@ -470,7 +478,7 @@ function tables() {
   const unit = data.tables[0].unit, [size, unitName] = scaleOf(unit, data.decisions[0].metrics.top1.at(-1)[0]);
   const hasPublished = data.published.some((curve) => curve.own);
   if (!hasEarlyExits) return section("tables", "Tables", "Every method", sortableTable(data.tables[0]));
-  section("tables", "Tables", "The paper's tables", sortableTable(data.tables[0]), sortableTable(data.tables[1]),
+  section("tables", "Tables", "The paper's tables", sortableTable(data.tables[0]), disagreement(data.tables[0]), sortableTable(data.tables[1]),
     paragraph("The decision experiment separates better predictions from better decisions: the middle curve has the predictions of the vanilla model at the exits that the calibrated model chooses."),
     legend(["vanilla", "vanilla"], ["middle", "vanilla predictions, calibrated decisions"], ["ours", "calibrated"]),
     hasPublished ? html("fieldset", {}, html("label", {}, html("input", { type: "checkbox", id: "decisions-published", onchange: (event) => { withPaper = event.target.checked; charts.forEach((chart) => chart.repaint()); } }), "show the paper's curves (dotted)")) : null,
