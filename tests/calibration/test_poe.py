@@ -27,7 +27,8 @@ from oracles import plain_probs, product_of_experts, random_probs
 
 import exitwise as ew
 from exitwise.calibration import mc_softmax
-from exitwise.calibration.calibration import Calibration, ensemble_step
+from exitwise.calibration.calibration import Calibration, cost_weights
+from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.calibration.laplace import MODES, Mode
 from exitwise.calibration.methods import POE_METHODS, get_method
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
@@ -64,9 +65,9 @@ class TestMethods:
         assert get_method("poe-laplace-t_opt-sigma_opt") == ew.Method(ensemble="poe")
 
     def test_others_are_refused(self) -> None:
-        refused(lambda: ew.Method(ensemble="product"), "`ensemble` must be None, 'mie' or 'poe'")  # type: ignore[arg-type]
+        refused(lambda: ew.Method(ensemble="product"), "`ensemble` must be None, 'mie' or 'poe' or 'pool'")  # type: ignore[arg-type]
         refused(lambda: get_method("poe laplas"), "did you mean 'PoE Laplace'")
-        refused(lambda: get_method("xyz"), "'MIE Laplace'", "'PoE Laplace'")
+        refused(lambda: get_method("xyz"), "'T_opt'", "'PoE T_opt'")
 
 
 class TestPrediction:
@@ -82,9 +83,9 @@ class TestPrediction:
     ) -> None:
         probs = random_probs(seed, exits, 20, classes)
         expected = product_of_experts(probs, weights)
-        log_probs = None
+        state = None
         for k, row in enumerate(torch.from_numpy(probs).log()):
-            log_probs = ensemble_step("poe", k, row, log_probs, weights)
+            log_probs, state = ENSEMBLES["poe"].advance_log_probs(state, row, cost_weights(weights)[k])
             assert np.abs(log_probs.exp().numpy() - expected[k]).max() < 1e-9
 
     @pytest.mark.parametrize(("name", "mode"), WAYS)

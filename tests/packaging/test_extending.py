@@ -63,7 +63,7 @@ def test_a_new_calibration_method(package: Copy) -> None:
     package.replace(
         "calibration/ensembles.py",
         "ENSEMBLES: Mapping[str, Ensemble] = {",
-        """class _MostConfident:
+        """class _MostConfident(RecursiveEnsemble):
     label = "Max"
     is_elementwise = False
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exitwise.calibration.dropout import DropoutMasks
-from exitwise.calibration.ensembles import ENSEMBLES
+from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
 from exitwise.calibration.methods import Method
@@ -110,10 +110,11 @@ class Calibration:
         method: The calibration method.
         mode: Form of the Laplace posterior: "paper", "exact" or "naive".
         exits: Last layers (K,) with their temperatures and posteriors.
-        weights: Ensemble weights (K,), the cost up to each exit; None without an ensemble.
+        weights: Ensemble weights (K,), the cost up to each exit; None without an ensemble and for a pool.
         val_nlpd: Validation NLPD (K,) of every exit at its chosen point; of the ensemble, if there is one.
         grids: Validation NLPD at all grid points, K tables (T, V) for T temperatures and V prior variances.
         settings: Seed, number of draws ("samples") and kind of search.
+        pool: Fitted weights (K,) of a pool, for each exit those of the exits up to it; None for other methods.
     """
 
     method: Method
@@ -123,6 +124,7 @@ class Calibration:
     val_nlpd: tuple[float, ...]
     grids: tuple[Grid, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    pool: tuple[ExitWeights, ...] | None = None
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -135,6 +137,11 @@ class Calibration:
         return tuple(exit.prior_var for exit in self.exits)
 
     @property
+    def exit_weights(self) -> tuple[ExitWeights, ...] | None:
+        """Weights of the exits in the ensemble of each exit (K,); None without an ensemble."""
+        return self.pool if self.weights is None else cost_weights(self.weights)
+
+    @property
     def draws(self) -> Tensor | None:
         """Standard normals (S, c) that all exits share; None without Laplace."""
         return self.exits[0].draws
@@ -144,6 +151,8 @@ class Calibration:
         extra = f", prior variances [{', '.join(f'{v:.3g}' for v in self.prior_vars)}]" if self.method.laplace else ""
         if (dropout := self.exits[0].dropout) is not None:
             extra = f", {len(dropout.masks)} masks of rate {dropout.rate}"
+        if self.pool is not None:
+            extra += f", last weights [{', '.join(f'{weight:.3g}' for weight in self.pool[-1].weights)}]"
         return f"Calibration({self.method.name!r}, mode {self.mode!r}, temperatures [{temperatures}]{extra})"
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -163,6 +172,7 @@ class Calibration:
             "prior_vars": list(self.prior_vars) if self.method.laplace else None,
             "dropout": self.method.dropout,
             "ensemble_weights": list(self.weights) if self.weights else None,
+            **({} if self.pool is None else {"pool": [_pool_to_dict(exit) for exit in self.pool]}),
             "val_nlpd": list(self.val_nlpd),
             **self.settings,
         }
@@ -201,16 +211,17 @@ class Calibration:
         return Predictions(shape, lambda: self._predict_exits(features), variance)
 
     def _predict_exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
-        ensemble_log_probs: Tensor | None = None
+        state: Any = None
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                ensemble_log_probs = ensemble_step(
-                    self.method.ensemble, k, exit.log_probs(x), ensemble_log_probs, self.weights
-                )
-                if not tensorfiles.all_finite(ensemble_log_probs):
-                    sample = int((~torch.isfinite(ensemble_log_probs)).any(dim=1).nonzero()[0])
+                log_probs = exit.log_probs(x)
+                if self.exit_weights is not None and self.method.ensemble is not None:
+                    ensemble = ENSEMBLES[self.method.ensemble]
+                    log_probs, state = ensemble.advance_log_probs(state, log_probs, self.exit_weights[k])
+                if not tensorfiles.all_finite(log_probs):
+                    sample = int((~torch.isfinite(log_probs)).any(dim=1).nonzero()[0])
                     raise InputError(f"exit {k}: the features of sample {sample} are too extreme for float32")
-                yield ExitPrediction.from_log_probs(ensemble_log_probs.numpy())
+                yield ExitPrediction.from_log_probs(log_probs.numpy())
 
     def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
         """Variance (K, n) over draws of p(class) for classes (K, n), of each exit or of the ensemble up to it."""
@@ -236,6 +247,9 @@ class Calibration:
         tensors["val_nlpd"] = torch.tensor(self.val_nlpd, dtype=torch.float64)
         if self.weights is not None:
             tensors["weights"] = torch.tensor(self.weights, dtype=torch.float64)
+        for k, pooled in enumerate(self.pool or ()):
+            tensors[f"pool.{k}.weights"] = torch.tensor(pooled.weights, dtype=torch.float64)
+            tensors |= {} if pooled.bias is None else {f"pool.{k}.bias": pooled.bias}
         for k, exit in enumerate(self.exits):
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
@@ -272,7 +286,9 @@ class Calibration:
         if not isinstance(settings, dict):
             raise InputError(f"settings must be an object, but are {settings!r}")
         grids = tuple(Grid(**{key: _to_tuples(value) for key, value in grid.items()}) for grid in metadata["grids"])
-        per_exit = ("temperatures", "prior_vars", "val_nlpd", *(["weights"] if method.ensemble else []))
+        is_fitted = method.ensemble is not None and ENSEMBLES[method.ensemble].is_fitted
+        has_costs = method.ensemble is not None and not is_fitted
+        per_exit = ("temperatures", "prior_vars", "val_nlpd", *(["weights"] if has_costs else []))
         for name in per_exit:
             _check_tensor(name, tensors[name], torch.float64, (len(grids),))
             if name != "val_nlpd" and not bool((tensors[name] > 0).all()):
@@ -295,10 +311,11 @@ class Calibration:
             method=method,
             mode=mode,
             exits=tuple(exits),
-            weights=tuple(tensors["weights"].tolist()) if method.ensemble else None,
+            weights=tuple(tensors["weights"].tolist()) if has_costs else None,
             val_nlpd=tuple(tensors["val_nlpd"].tolist()),
             grids=grids,
             settings=settings,
+            pool=tuple(_read_pool(k, tensors, c) for k in range(len(grids))) if is_fitted else None,
         )
 
 
@@ -353,18 +370,24 @@ def _read_masks(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWe
     return DropoutMasks(rate, masks.bool())
 
 
-def ensemble_step(
-    name: str | None, k: int, log_probs: Tensor, earlier: Tensor | None, weights: Sequence[float] | None
-) -> Tensor:
-    """Return the ensemble's log p_ens_k, from log p_k of exit k and `earlier`, log p_ens_(k-1); without one, log p_k.
+def _read_pool(k: int, tensors: Mapping[str, Tensor], c: int) -> ExitWeights:
+    """Return the pool of exit k after checking its weights and its bias, if it has one."""
+    weights, bias = tensors[f"pool.{k}.weights"], tensors.get(f"pool.{k}.bias")
+    _check_tensor(f"pool.{k}.weights", weights, torch.float64, (k + 1,))
+    if bool((weights < 0).any()):
+        raise InputError(f"pool.{k}.weights must not be negative, but are {weights.tolist()}")
+    if bias is not None:
+        _check_tensor(f"pool.{k}.bias", bias, torch.float32, (c,))
+    return ExitWeights(tuple(weights.tolist()), bias)
 
-    The tensors may have any shape if the ensemble is elementwise; otherwise classes must be the last dimension.
-    """
-    if name is None or weights is None or earlier is None:
-        return log_probs
-    earlier_weight, weight = sum(weights[:k]), weights[k]
-    total = earlier_weight + weight
-    return ENSEMBLES[name].combine_log_probs(earlier, log_probs, earlier_weight / total, weight / total)
+
+def _pool_to_dict(exit: ExitWeights) -> dict[str, Any]:
+    return {"weights": list(exit.weights), "bias": None if exit.bias is None else exit.bias.tolist()}
+
+
+def cost_weights(costs: Sequence[float]) -> tuple[ExitWeights, ...]:
+    """Return the weights of an ensemble that weights every exit by the cost up to it (K,)."""
+    return tuple(ExitWeights(tuple(costs[: k + 1])) for k in range(len(costs)))
 
 
 def standard_normals(num_draws: int, classes: int, seed: int | torch.Generator) -> Tensor:

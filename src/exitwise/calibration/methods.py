@@ -1,4 +1,4 @@
-"""The calibration methods by name: the twelve of the paper's ablation, six with PoE and four with MC dropout.
+"""The calibration methods by name: the twelve of the paper's ablation, six each with PoE and Pool, four with dropout.
 
 This module imports neither torch nor NumPy, because the command line needs the names to start, and starts fast.
 """
@@ -25,12 +25,12 @@ class Method:
 
     Args:
         laplace: Whether the last layer of every exit gets a Laplace posterior.
-        ensemble: "mie" for model-internal ensembling of the exits so far, "poe" for a product of experts, None for
-            exits that predict independently.
+        ensemble: "mie" for model-internal ensembling of the exits so far, "poe" for a product of experts, "pool" for a
+            product with fitted weights, None for exits that predict independently.
         tune_temperature: Whether temperatures are tuned; they are 1 otherwise.
         tune_prior: Whether prior variances are tuned; they are 2 otherwise. Needs `laplace`.
         dropout: Rate of last-layer Monte Carlo dropout, strictly between 0 and 1, or None. It replaces Laplace, and
-            cannot be combined with "poe".
+            cannot be combined with "poe" or "pool".
 
     Raises:
         InputError: An argument is invalid, or the parts cannot be combined.
@@ -86,7 +86,7 @@ class Method:
 
     @property
     def has_variance(self) -> bool:
-        """True if predictions have a variance over draws; a product of experts has none, it multiplies means."""
+        """True if predictions have a variance over draws; products of experts and pools multiply means and have none."""
         return (self.laplace or self.dropout is not None) and self._is_elementwise
 
     @property
@@ -131,8 +131,8 @@ def get_method(name: str) -> Method:
     slug = _make_slug(name.replace(rate[0], "") if rate else name)
     if slug not in by_slug:
         nearest = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        known = f"for example {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
+        known = f"for example 'Pool', {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
         hint = f"did you mean {by_slug[nearest[0]].name!r}?" if nearest else known
-        kinds = "one of the paper's twelve, of the six with PoE or of the four with MC dropout"
+        kinds = "one of the paper's twelve, of the six with PoE, of the six with Pool or of the four with MC dropout"
         raise InputError(f"`method` must be {kinds}, but got {name!r}; {hint}")
     return replace(by_slug[slug], dropout=float(rate[1])) if rate else by_slug[slug]

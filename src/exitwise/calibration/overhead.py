@@ -24,6 +24,11 @@ def ensemble_macs(classes: int) -> int:
     return 3 * classes
 
 
+def pool_macs(classes: int, exits: int) -> int:
+    """MACs of a pool at an exit, with that of `exits` exits: weight and add their log-probabilities, normalize."""
+    return (exits + 2) * classes
+
+
 def mc_dropout_macs(features: int, classes: int, num_draws: int = DEFAULT_DRAWS) -> int:
     """MACs of last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
     return num_draws * (features + 1) * classes
@@ -41,12 +46,13 @@ class ExitCost:
     ensemble: float  # only model-internal ensembling
     ours: float  # Laplace and ensembling together
     mc_dropout: float
+    pool: float  # a pool without Laplace
 
 
 def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int = DEFAULT_DRAWS) -> list[ExitCost]:
     """Compute the cost of every exit; each method adds its overhead at that exit and at all exits before it."""
     c = net.num_classes
-    rows, laplace, naive, ensemble, dropout = [], 0, 0.0, 0, 0
+    rows, laplace, naive, ensemble, dropout, pool = [], 0, 0.0, 0, 0, 0
     counts = zip(macs(net, input_shape), cumulative_parameters(net), net.exits, strict=True)
     for k, (vanilla, params, head) in enumerate(counts):
         p = head.last.in_features
@@ -54,6 +60,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int =
         naive += naive_laplace_macs(p, c, num_draws)
         ensemble += ensemble_macs(c) if k else 0
         dropout += mc_dropout_macs(p, c, num_draws)
+        pool += pool_macs(c, k + 1)
         rows.append(
             ExitCost(
                 exit=k,
@@ -64,6 +71,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int =
                 ensemble=vanilla + ensemble,
                 ours=vanilla + laplace + ensemble,
                 mc_dropout=vanilla + dropout,
+                pool=vanilla + pool,
             )
         )
     return rows

@@ -18,12 +18,12 @@ from exitwise.calibration.calibration import (
     CalibratedExit,
     Calibration,
     Grid,
+    cost_weights,
     eigendecompositions,
-    ensemble_step,
     standard_normals,
 )
 from exitwise.calibration.dropout import DropoutMasks
-from exitwise.calibration.ensembles import ENSEMBLES
+from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
 from exitwise.calibration.laplace import MANY_CLASSES, MODES, CurvatureEigen, Mode
 from exitwise.calibration.mc_softmax import (
     chunk_slices,
@@ -34,6 +34,7 @@ from exitwise.calibration.mc_softmax import (
     sample_logits,
 )
 from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Method, get_method
+from exitwise.calibration.pool import fit_pool, pool_nlpd
 from exitwise.calibration.trace import HeadWeights, Trace
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
@@ -67,8 +68,9 @@ def calibrate(
 ) -> Calibration:
     """Calibrate every exit on the trace's validation split.
 
-    Each exit gets the temperature and the prior variance with the lowest validation NLPD. With an ensemble, exits are
-    tuned from first to last by the NLPD of the ensemble of the exits so far.
+    Each exit gets the temperature and the prior variance with the lowest validation NLPD. With MIE and PoE, exits are
+    tuned from first to last by the NLPD of the ensemble of the exits so far. A pool is fitted after every exit was
+    tuned on its own.
 
     Args:
         trace: Features and labels of the validation split, last layers, curvature and costs, see `collect`.
@@ -162,11 +164,14 @@ class Tuner:
             raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
-        weights = self.trace.costs.values if method.ensemble else None
+        ensemble = None if method.ensemble is None else ENSEMBLES[method.ensemble]
+        is_fitted = ensemble is not None and ensemble.is_fitted
+        if is_fitted:  # each exit is tuned on its own first
+            ensemble = None
+        weights = None if ensemble is None else self.trace.costs.values
         objectives = [self._get_objective(k, method) for k in range(self.trace.num_exits)]
-        elementwise = method.ensemble is None or ENSEMBLES[method.ensemble].is_elementwise
-        tuning_class = _SequentialTuning if elementwise else _AllClassesTuning
-        tuning = tuning_class(objectives, method.ensemble, weights)
+        tuning_class = _SequentialTuning if ensemble is None or ensemble.is_elementwise else _AllClassesTuning
+        tuning = tuning_class(objectives, ensemble, None if weights is None else cost_weights(weights))
         grids = []
         for k in range(self.trace.num_exits):
             nlpd = tuning.nlpd(temperatures, prior_vars)
@@ -185,7 +190,14 @@ class Tuner:
             self._make_exit(k, method, objective, point)
             for k, (objective, point) in enumerate(zip(objectives, tuning.points, strict=True))
         )
-        return Calibration(method, self._mode, exits, weights, tuple(tuning.values), tuple(grids), self._settings)
+        pool, val_nlpd = None, tuple(tuning.values)
+        if is_fitted:
+            log_probs = [
+                objective.all_log_probs(*point) for objective, point in zip(objectives, tuning.points, strict=True)
+            ]
+            pool = fit_pool(log_probs, self.trace.val.labels)
+            val_nlpd = pool_nlpd(pool, log_probs, self.trace.val.labels)
+        return Calibration(method, self._mode, exits, weights, val_nlpd, tuple(grids), self._settings, pool)
 
     def _get_objective(self, k: int, method: Method) -> "ExitObjective":
         """Return the objective of exit k from the cache, or create it; methods differ only in Laplace and dropout."""
@@ -294,6 +306,11 @@ class ExitObjective:
         sampled = sample_logits(logits, scale, posterior, self._draws)
         yield from (log_mean_softmax(sampled, t) for t in temperatures)
 
+    def all_log_probs(self, temperature: float, prior_var: float) -> Tensor:
+        """Return log-probabilities (n, c) of all samples at one point."""
+        with torch.no_grad():
+            return torch.cat([next(self.log_probs((temperature,), prior_var, part)) for part in self.sample_chunks()])
+
     def shifts(self, prior_var: float | Tensor) -> Tensor:
         """Return the shifts L g (S, c) of all draws g; cached, except for a prior variance with a gradient."""
         if self._eigen is None:
@@ -325,13 +342,15 @@ def _log_true_of_chunks(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor,
 class _SequentialTuning:
     """Points (T, var0) chosen exit by exit, and the NLPD at each: that of the exit, or of the ensemble up to it."""
 
-    def __init__(self, exits: Sequence[ExitObjective], ensemble: str | None, weights: Sequence[float] | None) -> None:
+    def __init__(
+        self, exits: Sequence[ExitObjective], ensemble: Ensemble | None, weights: Sequence[ExitWeights] | None
+    ) -> None:
         self._exits, self._ensemble, self._weights = exits, ensemble, weights
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
-        # Of the ensemble of the exits chosen so far: log p(true label) (n,), or of all classes (n, c)
-        # if the ensemble is not elementwise.
-        self._ensemble_log_probs: Tensor | None = None
+        # State of the ensemble of the exits chosen so far: of the true label (n,), or of all classes (n, c) if the
+        # ensemble is not elementwise.
+        self._state: Any = None
 
     @property
     def exit(self) -> ExitObjective:
@@ -350,7 +369,7 @@ class _SequentialTuning:
 
     def choose(self, point: tuple[float, float], value: float) -> None:
         """Fix the next exit's point and its NLPD."""
-        self._ensemble_log_probs = self._add_exit(self._exit_log_probs(*point))
+        self._state = self._advance(self._exit_log_probs(*point), self._state)[1]
         self.points.append(point)
         self.values.append(value)
 
@@ -367,8 +386,12 @@ class _SequentialTuning:
 
     def _add_exit(self, log_probs: Tensor, part: slice = slice(None)) -> Tensor:
         """Return log p of the ensemble with the next exit, from that exit's log p for the samples in `part`."""
-        earlier = None if self._ensemble_log_probs is None else self._ensemble_log_probs[part]
-        return ensemble_step(self._ensemble, len(self.points), log_probs, earlier, self._weights)
+        return self._advance(log_probs, None if self._state is None else self._state[part])[0]
+
+    def _advance(self, log_probs: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if self._ensemble is None or self._weights is None:
+            return log_probs, None
+        return self._ensemble.advance_log_probs(state, log_probs, self._weights[len(self.points)])
 
 
 class _AllClassesTuning(_SequentialTuning):
@@ -387,9 +410,7 @@ class _AllClassesTuning(_SequentialTuning):
         return self._ensemble_log_true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
 
     def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
-        with torch.no_grad():
-            parts = [next(self.exit.log_probs((temperature,), prior_var, part)) for part in self.exit.sample_chunks()]
-        return torch.cat(parts)
+        return self.exit.all_log_probs(temperature, prior_var)
 
     def _ensemble_log_true(self, log_probs: Tensor, part: slice) -> Tensor:
         """Return log p(true label) (m,) of the ensemble, from the next exit's log-probabilities (m, c)."""

@@ -16,6 +16,7 @@ from exitwise.policies.policy import Policy
 
 FORMAT, VERSION = "exitwise.bundle", 2
 MANIFEST = "manifest.json"
+PROBS, DRAWN, EXITS = "probs", "drawn", "exits"  # outputs that can be the ensemble state
 OPSET = 20  # version of the operators that `export` writes
 # Types of the inputs of the first graph: NumPy's names and onnxruntime's.
 DTYPES = {"float32": "tensor(float)", "int64": "tensor(int64)", "int32": "tensor(int32)", "bool": "tensor(bool)"}
@@ -73,8 +74,9 @@ class Manifest:
 
     The first graph takes the `inputs`. Every other graph takes the stage state: the outputs `next.0`, `next.1`, ... of
     the previous graph as `state.0`, `state.1`, ..., and with an ensemble the ensemble state as `memory`. The field
-    `memory` names the output that is the ensemble state, "probs" or "drawn"; None without an ensemble. Every graph
-    has the output `probs`, those of the ensemble if there is one, and for a policy on the variance `variance`.
+    `memory` names the output that is the ensemble state: "probs" (n, c), "drawn" (n, S, c) with the probabilities of
+    every draw, or "exits" (n, k, c) with the log-probabilities of every exit so far; None without an ensemble. Every
+    graph has the output `probs`, those of the ensemble if there is one, and for a policy on the variance `variance`.
     """
 
     graphs: tuple[StageGraphInfo, ...]
@@ -102,8 +104,8 @@ class Manifest:
         input_types = [(spec.shape, spec.dtype) for spec in self.inputs]
         if self.preprocessing is not None and input_types != [(self.preprocessing.shape, "float32")]:
             raise InputError(f"its preprocessing gives {self.preprocessing.shape}, but its graphs take {input_types}")
-        if self.memory not in (None, "probs", "drawn"):
-            raise InputError(f"`memory` must be 'probs', 'drawn' or null, but is {self.memory!r}")
+        if self.memory not in (None, PROBS, DRAWN, EXITS):
+            raise InputError(f"`memory` must be 'probs', 'drawn', 'exits' or null, but is {self.memory!r}")
         for exit, graph in enumerate(self.graphs):
             if graph.inputs != self._expected_inputs(exit):
                 source = "the outputs of the previous graph" if exit else "the inputs of the manifest"
@@ -153,7 +155,7 @@ class Manifest:
                 return f"its {spec.name} is a {types[name]}, not {spec.dtype}"
         if tuple(outputs["probs"][1:]) != (self.num_classes,):
             return f"its probabilities have shape {tuple(outputs['probs'][1:])}, not ({self.num_classes},)"
-        if "memory" in inputs and len(inputs["memory"]) != (3 if self.memory == "drawn" else 2):
+        if "memory" in inputs and len(inputs["memory"]) != (2 if self.memory == PROBS else 3):
             return f"its ensemble state is not {self.memory}"
         return None
 

@@ -1,21 +1,20 @@
 """A calibrated exit as constants and a few tensor operations: fast on small batches, and exportable to ONNX."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from exitwise.calibration.calibration import CalibratedExit, Calibration
-from exitwise.calibration.ensembles import ENSEMBLES
+from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 
 
 class ExitOutput(NamedTuple):
     """Output of an exit for n samples.
 
     `probs` (n, c) are those of the ensemble if there is one. `variance` (n,) is None unless the exit computes it.
-    `ensemble_state` is what the next exit needs of the exits so far: None without an ensemble, the probabilities
-    (n, c), or with a variance the probabilities of every draw (n, S, c).
+    `ensemble_state` is what the next exit needs of the exits so far: None without an ensemble, otherwise a tensor
+    (n, ...), such as the probabilities (n, c) themselves, or with a variance those of every draw (n, S, c).
     """
 
     probs: Tensor
@@ -32,20 +31,20 @@ class RuntimeExit(nn.Module):
     inverse: Tensor
     root: Tensor
     factors: Tensor
+    bias: Tensor | None
 
-    def __init__(
-        self, exit: CalibratedExit, ensemble_weight: float | None, variance: bool, ensemble: str | None
-    ) -> None:
+    def __init__(self, exit: CalibratedExit, weights: ExitWeights | None, variance: bool, ensemble: str | None) -> None:
         """Precompute the constants of an exit.
 
         Args:
             exit: The calibrated exit.
-            ensemble_weight: Weight of this exit relative to all exits up to it; None without an ensemble.
+            weights: Weights of the exits up to this one in its ensemble; None without an ensemble.
             variance: Whether to compute the variance over draws.
             ensemble: Name of the ensemble in `ENSEMBLES`; None without one.
         """
         super().__init__()
-        self.ensemble_weight = ensemble_weight
+        self.weights = None if weights is None else weights.weights
+        self.register_buffer("bias", None if weights is None else weights.bias)
         self.ensemble = None if ensemble is None else ENSEMBLES[ensemble]
         self.branchless = False  # set for export: a graph cannot branch on values
         self.variance = variance
@@ -78,15 +77,13 @@ class RuntimeExit(nn.Module):
         if self.mode is None:
             exit_probs = torch.addmm(self.b, features, self.W).softmax(dim=1)
         elif self.variance:
-            drawn = self._ensemble(self._draw_probs(features), ensemble_state)
+            drawn, state = self._advance(ensemble_state, self._draw_probs(features))
             probs = drawn.mean(dim=1)
-            return ExitOutput(
-                probs, _predicted_class_variance(drawn, probs), None if self.ensemble_weight is None else drawn
-            )
+            return ExitOutput(probs, _predicted_class_variance(drawn, probs), state)
         else:
             exit_probs = self._mean_probs(features)
-        probs = self._ensemble(exit_probs, ensemble_state)
-        return ExitOutput(probs, None, None if self.ensemble_weight is None else probs)
+        probs, state = self._advance(ensemble_state, exit_probs)
+        return ExitOutput(probs, None, state)
 
     def _mean_probs(self, features: Tensor) -> Tensor:
         """Return the probabilities (n, c) of this exit, averaged over draws."""
@@ -108,11 +105,11 @@ class RuntimeExit(nn.Module):
             return (torch.matmul(features[:, None] * self.factors, self.W) + self.b).softmax(dim=2)
         return self._draw_logits(features)[0].softmax(dim=2)
 
-    def _ensemble(self, exit_probs: Tensor, ensemble_state: Tensor | None) -> Tensor:
+    def _advance(self, ensemble_state: Tensor | None, exit_probs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Combine the probabilities of this exit with the ensemble state of the previous exit."""
-        if self.ensemble is None or self.ensemble_weight is None or ensemble_state is None:
-            return exit_probs
-        return self.ensemble.combine_probs(ensemble_state, exit_probs, self.ensemble_weight)
+        if self.ensemble is None or self.weights is None:
+            return exit_probs, None
+        return self.ensemble.advance_probs(ensemble_state, exit_probs, ExitWeights(self.weights, self.bias))
 
     def _draw_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (n, S, c) of every draw and the mean logits (n, c), divided by the temperature."""
@@ -143,12 +140,8 @@ def _predicted_class_variance(drawn: Tensor, probs: Tensor) -> Tensor:
 
 def runtime_exits(calibration: Calibration, variance: bool) -> list[RuntimeExit]:
     """Return the exits of a calibration as modules; with `variance` they also compute the variance over draws."""
+    weights = calibration.exit_weights
     return [
-        RuntimeExit(exit, _relative_weight(calibration.weights, k), variance, calibration.method.ensemble)
+        RuntimeExit(exit, None if weights is None else weights[k], variance, calibration.method.ensemble)
         for k, exit in enumerate(calibration.exits)
     ]
-
-
-def _relative_weight(weights: Sequence[float] | None, k: int) -> float | None:
-    """Return the weight of exit k divided by the sum of the weights up to it; None without an ensemble."""
-    return None if weights is None else weights[k] / sum(weights[: k + 1])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.core import nested
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, net_input_errors
@@ -25,7 +26,18 @@ from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
 from exitwise.policies.policy import Policy
 from exitwise.runtime import folding
-from exitwise.runtime.bundle import DTYPES, MANIFEST, OPSET, InputSpec, Manifest, StageGraphInfo, first_graph_inputs
+from exitwise.runtime.bundle import (
+    DRAWN,
+    DTYPES,
+    EXITS,
+    MANIFEST,
+    OPSET,
+    PROBS,
+    InputSpec,
+    Manifest,
+    StageGraphInfo,
+    first_graph_inputs,
+)
 from exitwise.runtime.exit_modules import RuntimeExit
 
 
@@ -45,10 +57,12 @@ class Exportable(Protocol):
 class StageGraph(nn.Module):
     """A stage with its exit that takes and returns flat tensors: the stage state, with the ensemble state last."""
 
-    def __init__(self, stage: nn.Module, head: Head, exit: RuntimeExit, structure: Any, last: bool) -> None:
+    def __init__(
+        self, stage: nn.Module, head: Head, exit: RuntimeExit, structure: Any, last: bool, state_output: str | None
+    ) -> None:
         super().__init__()
         self.stage, self.head, self.exit = stage, head, exit
-        self._structure, self._last = structure, last
+        self._structure, self._last, self._state_output = structure, last, state_output
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         tensors = iter(inputs)
@@ -56,9 +70,10 @@ class StageGraph(nn.Module):
         output = self.exit(self.head.features(stage_output), next(tensors, None))
         outputs = [] if self._last else list(nested.iter_tensors(stage_output))
         outputs.append(output.probs)
-        if output.variance is not None:  # only then is the ensemble state another tensor than `probs`
+        if output.variance is not None:
             outputs.append(output.variance)
-            outputs += [] if output.ensemble_state is None or self._last else [output.ensemble_state]
+        if self._state_output not in (None, PROBS) and output.ensemble_state is not None and not self._last:
+            outputs.append(output.ensemble_state)
         return tuple(outputs)
 
 
@@ -168,9 +183,12 @@ def _describe_inputs(batch: Any) -> tuple[InputSpec, ...]:
 
 def _ensemble_state_output(classifier: Exportable) -> str | None:
     """Return the name of the output that is the ensemble state; None without an ensemble."""
-    if classifier.calibration.weights is None:
+    name = classifier.calibration.method.ensemble
+    if name is None:
         return None
-    return "drawn" if classifier.policy.score == "variance" else "probs"
+    if classifier.policy.score == "variance":
+        return DRAWN
+    return PROBS if ENSEMBLES[name].carries_probs else EXITS
 
 
 def _prepare_net(net: MultiExitNet) -> MultiExitNet:
@@ -190,10 +208,11 @@ def _write_graphs(
         exit.branchless = True
     stage_input: Any = batch
     ensemble_state: Tensor | None = None
+    state_output = _ensemble_state_output(classifier)
     graphs = []
     for k, (stage, head, exit) in enumerate(zip(net.stages, net.exits, exits, strict=True)):
         last = k == len(exits) - 1
-        graph = StageGraph(stage, head, exit, stage_input, last)
+        graph = StageGraph(stage, head, exit, stage_input, last, state_output)
         tensors = list(nested.iter_tensors(stage_input))
         inputs = [f"state.{i}" for i, _ in enumerate(tensors)] if k else list(first_inputs)
         if ensemble_state is not None:
@@ -205,7 +224,9 @@ def _write_graphs(
         outputs = [] if last else [f"next.{i}" for i, _ in enumerate(nested.iter_tensors(stage_input))]
         outputs.append("probs")
         if output.variance is not None:
-            outputs += ["variance"] if last or ensemble_state is None else ["variance", "drawn"]
+            outputs.append("variance")
+        if state_output not in (None, PROBS) and not last:
+            outputs.append(state_output)
         file = folder / f"stage{k}.onnx"
         _write_graph(graph, tensors, file, inputs, outputs)
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()

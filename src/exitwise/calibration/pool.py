@@ -1,0 +1,261 @@
+"""Fit of the log-linear pool: logits of exit k = sum_j a_kj log p_j + b_k over the exits j <= k, with a_kj >= 0.
+
+The weights of an exit minimize its validation NLPD, which is convex in them, by Newton steps on the weights that are
+not at zero. Temperature alone is a member of the family: a_kk = 1 / T, and all other weights are zero. The search
+starts there, and the penalty draws the weights to it:
+
+    n NLPD(a, b) + sum_j tau_j / 2 (a_kj - [j = k] / T_k)^2 + rho / 2 |b_k|^2          tau_j = 5 T_j^2
+
+At temperature alone the penalty is zero, so the NLPD at the minimum is not above it. The penalty expects weights to
+differ by about half of what an exit would have alone, whatever the scale of its logits; it counts about as much as ten
+samples do.
+
+A weight is set to zero if the others do as well without it by Akaike's criterion: less than one nat over all samples.
+Whether there are other weights at all, and whether there is a bias and how strong, is decided by the leave-one-out
+NLPD, approximated by one Newton step per sample:
+
+    NLPD_loo = NLPD + 1/n sum_i g_i^T H^-1 g_i          g_i: gradient of sample i, H: Hessian of the sum above
+
+Samples are converted to float64 block by block.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
+
+OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
+_TAU = 5.0
+_RHO = (100.0, 10.0)  # biases of about 0.1 and, if these help, of about 0.3
+_MIN_GAIN = 1.0  # nats over all samples that a weight, or the bias, must bring
+_MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian would be too large
+_BLOCK = 1 << 19  # numbers in float64 per block of samples
+_MAX_STEPS = 50
+_PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """Weights of the exits 0..k (k + 1,), zero for unused ones, and bias (c,) or None, with what was found there."""
+
+    weights: Tensor
+    bias: Tensor | None
+    nlpd: float
+    loo: float  # leave-one-out NLPD, approximated
+    removal_costs: dict[int, float]  # increase of n NLPD without each of the used exits, approximated
+
+    @property
+    def used(self) -> list[int]:
+        return [j for j, weight in enumerate(self.weights.tolist()) if weight > 0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Sums over samples at one point: loss, its gradient and Hessian, and the outer products of the gradients."""
+
+    loss: float
+    gradient: Tensor  # (d,)
+    hessian: Tensor  # (d, d)
+    outer: Tensor  # (d, d)
+
+
+class _Objective:
+    """NLPD of one exit's pool as a function of its weights (K,) and bias (c,), summed over n samples in float64."""
+
+    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor) -> None:
+        self._log_probs, self._labels = log_probs, labels
+        self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
+
+    def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield log-probabilities (k, m, c) of the used exits and labels (m,), block by block."""
+        size = max(1, _BLOCK // (max(1, len(used)) * self.classes))
+        for start in range(0, self.samples, size):
+            part = slice(start, start + size)
+            yield torch.stack([self._log_probs[j][part] for j in used]).double(), self._labels[part]
+
+    def sums(self, used: Sequence[int], weights: Tensor, bias: Tensor | None) -> _Sums:
+        """Sum up loss, gradient and Hessian for weights of the used exits (k,) and, with a bias, all classes (c,)."""
+        k, c = len(used), self.classes
+        d = k if bias is None else k + c
+        loss, gradient = 0.0, torch.zeros(d, dtype=torch.float64)
+        hessian, outer = torch.zeros(d, d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+        for experts, labels in self._blocks(used):
+            rows = torch.arange(len(labels))
+            logits = torch.tensordot(weights, experts, dims=1)
+            if bias is not None:
+                logits += bias
+            log_norm = logits.logsumexp(dim=1)
+            loss += float((log_norm - logits[rows, labels]).sum())
+            probs = logits.sub_(log_norm[:, None]).exp_()
+            weighted = probs * experts
+            means = weighted.sum(dim=2)
+            residual = means - experts[:, rows, labels]
+            gradient[:k] += residual.sum(dim=1)
+            hessian[:k, :k] += weighted.flatten(1) @ experts.flatten(1).T - means @ means.T
+            outer[:k, :k] += residual @ residual.T
+            if bias is not None:
+                hessian[:k, k:] += weighted.sum(dim=1) - means @ probs
+                total = probs.sum(dim=0)
+                hessian[k:, k:] += torch.diag(total) - probs.T @ probs
+                probs[rows, labels] -= 1
+                gradient[k:] += probs.sum(dim=0)
+                outer[:k, k:] += residual @ probs
+                outer[k:, k:] += probs.T @ probs
+        for matrix in (hessian, outer):
+            matrix[k:, :k] = matrix[:k, k:].T
+        return _Sums(loss, gradient, hessian, outer)
+
+
+def _minimize(
+    objective: _Objective,
+    used: Sequence[int],
+    start: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    tau: Tensor | None = None,
+    rho: float = 0.0,
+    bounds: tuple[float, float] = (0.0, float("inf")),
+) -> _Point:
+    """Minimize NLPD and penalty over the weights of the used exits, within bounds, and over the bias if there is one.
+
+    Args:
+        objective: The NLPD.
+        used: Exits whose weights may differ from zero.
+        start: Weights (k + 1,) to start from.
+        bias: Bias (c,) to start from; None for none.
+        target: Weights (k + 1,) that the penalty draws to.
+        tau: Strengths (k + 1,) of the penalty on the weights; None for none.
+        rho: Strength of the penalty on the bias.
+        bounds: Bounds of every weight.
+    """
+    k = len(used)
+    point = start[list(used)] if bias is None else torch.cat([start[list(used)], bias])
+    center, precision = torch.zeros_like(point), torch.full_like(point, rho)
+    center[:k], precision[:k] = target[list(used)], 0.0 if tau is None else tau[list(used)]
+    low, high = torch.full_like(point, -float("inf")), torch.full_like(point, float("inf"))
+    low[:k], high[:k] = bounds
+
+    def evaluate(at: Tensor) -> tuple[_Sums, float, Tensor, Tensor]:
+        sums = objective.sums(used, at[:k], None if bias is None else at[k:])
+        away = at - center
+        value = sums.loss + 0.5 * float((precision * away * away).sum())
+        return sums, value, sums.gradient + precision * away, sums.hessian + torch.diag(precision)
+
+    sums, value, gradient, hessian = evaluate(point)
+    for _ in range(_MAX_STEPS):
+        free = _free_indices(point, gradient, low, high)
+        step = torch.zeros_like(point)
+        step[free] = -_solve(hessian[free][:, free], gradient[free])
+        if not -float(gradient @ step) / 2 > _PRECISION * objective.samples:
+            break
+        # The objective is convex, so that some fraction of the step lowers it, unless rounding is all that is left.
+        for halvings in range(30):
+            candidate = (point + step / 2**halvings).clamp(low, high)
+            found = evaluate(candidate)
+            if found[1] < value:
+                break
+        else:
+            break
+        point, (sums, value, gradient, hessian) = candidate, found
+    free = _free_indices(point, gradient, low, high)
+    inverse = torch.zeros_like(hessian)
+    for i, column in zip(free, _solve(hessian[free][:, free], torch.eye(len(free), dtype=point.dtype)).T, strict=True):
+        inverse[i, free] = column
+    weights = torch.zeros_like(start)
+    weights[list(used)] = point[:k]
+    nlpd, optimism = sums.loss / objective.samples, float((inverse * sums.outer).sum()) / objective.samples
+    costs = {j: float(point[i] ** 2 / (2 * inverse[i, i])) for i, j in enumerate(used) if i in free}
+    return _Point(weights, None if bias is None else point[k:], nlpd, nlpd + optimism, costs)
+
+
+def _free_indices(point: Tensor, gradient: Tensor, low: Tensor, high: Tensor) -> list[int]:
+    """Return the parameters that are not at a bound which the gradient pushes them against."""
+    held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
+    indices: list[int] = (~held).nonzero()[:, 0].tolist()
+    return indices
+
+
+def _solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """Solve a positive semidefinite system; a tiny ridge makes equal or constant experts solvable."""
+    if not len(matrix):
+        return torch.zeros_like(right)
+    ridge = 1e-10 * matrix.diagonal().max().clamp(min=1e-10)
+    solution: Tensor = torch.linalg.solve(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype), right)
+    return solution
+
+
+def fit_pool(log_probs: Sequence[Tensor], labels: Tensor, baseline: float = 1.0) -> tuple[ExitWeights, ...]:
+    """Fit the pool of every exit.
+
+    Args:
+        log_probs: Log-probabilities (n, c) of K exits, each on its own.
+        labels: True labels (n,).
+        baseline: Weight of an exit alone that no exit's pool may do worse than, besides the best one.
+
+    Returns:
+        Weights (K,) of the exits 0..k in the pool of exit k, with its bias if it has one.
+    """
+    clamped = [row.clamp(min=MIN_LOG_PROB) for row in log_probs]
+    exits: list[ExitWeights] = []
+    tau = torch.zeros(0, dtype=torch.float64)
+    for k in range(len(clamped)):
+        objective = _Objective(clamped[: k + 1], labels)
+        alone = _fit_alone(objective, baseline)
+        tau = torch.cat([tau, _TAU / alone.weights[-1:] ** 2])
+        exits.append(_fit_exit(objective, alone, tau))
+    return tuple(exits)
+
+
+def _fit_alone(objective: _Objective, baseline: float) -> _Point:
+    """Fit only the weight of the last exit: a temperature."""
+    own = objective.exits - 1
+    start = torch.zeros(own + 1, dtype=torch.float64)
+    start[own] = baseline
+    bounds = (min(OWN_WEIGHT_BOUNDS[0], baseline), max(OWN_WEIGHT_BOUNDS[1], baseline))
+    return _minimize(objective, [own], start, None, start, bounds=bounds)
+
+
+def pool_nlpd(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> tuple[float, ...]:
+    """Return the NLPD (K,) of every exit's pool on samples with these log-probabilities (n, c) and labels (n,)."""
+    return tuple(float(-log_true.mean()) for log_true in pool_log_true(pool, log_probs, labels))
+
+
+def pool_log_true(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> Iterator[Tensor]:
+    """Yield log p(true label) (n,) in float64 of every exit's pool, as predictions compute it."""
+    ensemble, state = ENSEMBLES["pool"], None
+    for exit, own in zip(pool, log_probs, strict=True):
+        pooled, state = ensemble.advance_log_probs(state, own, exit)
+        yield pooled.gather(1, labels[:, None]).squeeze(1).double()
+
+
+def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:
+    """Fit the pool of the last exit, with penalties `tau` (k + 1,), from its own weight alone."""
+    best, own = alone, objective.exits - 1
+    if own:
+        pooled = _minimize(objective, range(own + 1), alone.weights, None, alone.weights, tau)
+        while pooled.used and (removable := {j: cost for j, cost in pooled.removal_costs.items() if cost < _MIN_GAIN}):
+            used = [j for j in pooled.used if j != min(removable, key=lambda j: removable[j])]
+            if not used:
+                break
+            pooled = _minimize(objective, used, pooled.weights, None, alone.weights, tau)
+        if pooled.used and pooled.nlpd <= alone.nlpd and pooled.loo < alone.loo:
+            best = pooled
+    if objective.classes <= _MAX_BIAS_CLASSES:
+        best = _add_bias(objective, best, alone, tau)
+    return ExitWeights(tuple(best.weights.tolist()), None if best.bias is None else best.bias.float())
+
+
+def _add_bias(objective: _Objective, best: _Point, alone: _Point, tau: Tensor) -> _Point:
+    """Return the pool with a bias of the strength with the lowest leave-one-out NLPD, or without one."""
+    bias, chosen = torch.zeros(objective.classes, dtype=torch.float64), best
+    for rho in _RHO:
+        found = _minimize(objective, best.used, best.weights, bias, best.weights, tau, rho)
+        if (chosen.loo - found.loo) * objective.samples < _MIN_GAIN:
+            break
+        bias = found.bias
+        if found.used and found.nlpd <= min(best.nlpd, alone.nlpd):
+            chosen = found
+    return chosen
