@@ -14,6 +14,7 @@ from exitwise.calibration.dropout import DropoutMasks
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
+from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
@@ -115,6 +116,7 @@ class Calibration:
         grids: Validation NLPD at all grid points, K tables (T, V) for T temperatures and V prior variances.
         settings: Seed, number of draws ("samples") and kind of search.
         pool: Fitted weights (K,) of a pool, for each exit those of the exits up to it; None for other methods.
+        selection: How the method was chosen, if it was chosen by `method="auto"`.
     """
 
     method: Method
@@ -125,6 +127,7 @@ class Calibration:
     grids: tuple[Grid, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     pool: tuple[ExitWeights, ...] | None = None
+    selection: MethodSelection | None = None
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -174,6 +177,7 @@ class Calibration:
             "ensemble_weights": list(self.weights) if self.weights else None,
             **({} if self.pool is None else {"pool": [_pool_to_dict(exit) for exit in self.pool]}),
             "val_nlpd": list(self.val_nlpd),
+            **({} if self.selection is None else {"selection": self.selection.to_dict()}),
             **self.settings,
         }
 
@@ -265,6 +269,7 @@ class Calibration:
             "mode": self.mode,
             "settings": dict(self.settings),
             "grids": [asdict(grid) for grid in self.grids],
+            **({} if self.selection is None else {"selection": self.selection.to_dict()}),
         }
         return tensors, metadata
 
@@ -315,6 +320,7 @@ class Calibration:
             val_nlpd=tuple(tensors["val_nlpd"].tolist()),
             grids=grids,
             settings=settings,
+            selection=MethodSelection.from_dict(metadata["selection"]) if "selection" in metadata else None,
             pool=tuple(_read_pool(k, tensors, c) for k in range(len(grids))) if is_fitted else None,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
 from re import search, sub
+from typing import Literal
 
 from exitwise.calibration.ensembles import ENSEMBLES
 from exitwise.core.errors import InputError
@@ -17,6 +18,7 @@ DEFAULT_DROPOUT_RATE = 0.5  # the rate of a method whose name contains none
 
 VANILLA = "MSDNet (vanilla)"
 OURS = "MIE Laplace T_opt sigma_opt"
+AUTO: Literal["auto"] = "auto"  # not a method, but the choice of one by cross-validation
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Method:
 
     @property
     def has_variance(self) -> bool:
-        """True if predictions have a variance over draws; products of experts and pools multiply means and have none."""
+        """True if predictions have a variance over draws; products of experts and pools have none, they join means."""
         return (self.laplace or self.dropout is not None) and self._is_elementwise
 
     @property
@@ -123,6 +125,19 @@ DROPOUT_METHODS: Mapping[str, Method] = _by_name(  # the paper reports only thei
 )
 
 
+MethodChoice = Method | Literal["auto"]
+
+
+def is_auto(name: str) -> bool:
+    """Return whether a name asks for the choice of a method."""
+    return name.strip().lower() == AUTO
+
+
+def parse_method(name: str) -> MethodChoice:
+    """Return a method by its name, or `AUTO`."""
+    return AUTO if is_auto(name) else get_method(name)
+
+
 def get_method(name: str) -> Method:
     """Return a method by its name or slug, in upper or lower case; "MC dropout" may be followed by a rate."""
     methods = {**METHODS, **_OTHER_METHODS, **DROPOUT_METHODS}
@@ -131,7 +146,7 @@ def get_method(name: str) -> Method:
     slug = _make_slug(name.replace(rate[0], "") if rate else name)
     if slug not in by_slug:
         nearest = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        known = f"for example 'Pool', {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
+        known = f"for example 'auto', 'Pool', {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
         hint = f"did you mean {by_slug[nearest[0]].name!r}?" if nearest else known
         kinds = "one of the paper's twelve, of the six with PoE, of the six with Pool or of the four with MC dropout"
         raise InputError(f"`method` must be {kinds}, but got {name!r}; {hint}")

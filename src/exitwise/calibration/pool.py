@@ -29,7 +29,7 @@ from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
 
 OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
 _TAU = 5.0
-_RHO = (100.0, 10.0)  # biases of about 0.1 and, if these help, of about 0.3
+_RHO = (100.0, 10.0)  # for biases of about 0.1 and, if they are larger, of about 0.3
 _MIN_GAIN = 1.0  # nats over all samples that a weight, or the bias, must bring
 _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian would be too large
 _BLOCK = 1 << 19  # numbers in float64 per block of samples
@@ -98,12 +98,15 @@ class _Objective:
             outer[:k, :k] += residual @ residual.T
             if bias is not None:
                 hessian[:k, k:] += weighted.sum(dim=1) - means @ probs
-                total = probs.sum(dim=0)
-                hessian[k:, k:] += torch.diag(total) - probs.T @ probs
+                products = probs.T @ probs
+                hessian[k:, k:] += torch.diag(probs.sum(dim=0)) - products
+                # Outer products of p - y, with y one-hot, from those of p: one large product instead of two.
+                crossed = torch.zeros(c, c, dtype=torch.float64).index_add_(0, labels, probs)
+                counts = torch.bincount(labels, minlength=c).double()
+                outer[k:, k:] += products - crossed - crossed.T + torch.diag(counts)
                 probs[rows, labels] -= 1
                 gradient[k:] += probs.sum(dim=0)
                 outer[:k, k:] += residual @ probs
-                outer[k:, k:] += probs.T @ probs
         for matrix in (hessian, outer):
             matrix[k:, :k] = matrix[:k, k:].T
         return _Sums(loss, gradient, hessian, outer)
@@ -255,7 +258,9 @@ def _add_bias(objective: _Objective, best: _Point, alone: _Point, tau: Tensor) -
         found = _minimize(objective, best.used, best.weights, bias, best.weights, tau, rho)
         if (chosen.loo - found.loo) * objective.samples < _MIN_GAIN:
             break
-        bias = found.bias
         if found.used and found.nlpd <= min(best.nlpd, alone.nlpd):
             chosen = found
+        if found.bias is None or float(found.bias.square().mean()) * rho < 1:
+            break  # the biases are smaller than this penalty expects: a weaker one would bring no more
+        bias = found.bias
     return chosen

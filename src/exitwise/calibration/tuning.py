@@ -7,6 +7,7 @@ all of them; these are not cached.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -33,8 +34,16 @@ from exitwise.calibration.mc_softmax import (
     log_true_softmax,
     sample_logits,
 )
-from exitwise.calibration.methods import DEFAULT_DRAWS, OURS, Method, get_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, Method, get_method, is_auto
 from exitwise.calibration.pool import fit_pool, pool_nlpd
+from exitwise.calibration.selection import (
+    CrossValidation,
+    MethodSelection,
+    candidate_methods,
+    choose_samples,
+    has_enough_samples,
+    select,
+)
 from exitwise.calibration.trace import HeadWeights, Trace
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
@@ -55,7 +64,7 @@ SearchKind = Literal["grid", "continuous"]
 
 def calibrate(
     trace: Trace,
-    method: Method | str = OURS,
+    method: Method | str = AUTO,
     *,
     num_draws: int | None = None,
     seed: int | torch.Generator = 0,
@@ -74,7 +83,8 @@ def calibrate(
 
     Args:
         trace: Features and labels of the validation split, last layers, curvature and costs, see `collect`.
-        method: A `Method` or its name [default: the full method, "MIE Laplace T_opt sigma_opt"].
+        method: A `Method`, its name, or "auto", which chooses among temperature, MIE, PoE and Pool, each without and
+            with Laplace, by cross-validated NLPD; `Calibration.selection` says what the others got.
         num_draws: Number S of Monte Carlo draws; with dropout, number of masks [default: 50].
         seed: Seed or generator of draws and masks.
         mode: Form of the Laplace posterior: "paper", "exact" or "naive".
@@ -158,10 +168,13 @@ class Tuner:
         return [torch.rand(len(self._draws), width, generator=self._generator) for width in widths]
 
     def calibrate(self, method: Method | str) -> Calibration:
-        """Calibrate with a `Method` or the name of one."""
+        """Calibrate with a `Method`, the name of one, or "auto"."""
+        if method == AUTO or (isinstance(method, str) and is_auto(method)):
+            selection = self.select()
+            return replace(self.calibrate(selection.chosen), selection=selection)
         method = get_method(method) if isinstance(method, str) else method
         if not isinstance(method, Method):
-            raise InputError(f"`method` must be a Method or the name of one, but got {method!r}")
+            raise InputError(f"`method` must be a Method, the name of one or 'auto', but got {method!r}")
         temperatures = self._temperatures if method.tune_temperature else (TEMPERATURE,)
         prior_vars = self._prior_vars if method.tune_prior else (PRIOR_VAR,)
         ensemble = None if method.ensemble is None else ENSEMBLES[method.ensemble]
@@ -198,6 +211,35 @@ class Tuner:
             pool = fit_pool(log_probs, self.trace.val.labels)
             val_nlpd = pool_nlpd(pool, log_probs, self.trace.val.labels)
         return Calibration(method, self._mode, exits, weights, val_nlpd, tuple(grids), self._settings, pool)
+
+    def select(self, variance: bool = False) -> MethodSelection:
+        """Choose a method by cross-validation; with `variance`, among those whose predictions have a variance."""
+        try:
+            has_laplace = bool(self._eigen)
+        except InputError:
+            has_laplace = False
+        methods = candidate_methods(self.trace.num_exits, has_laplace, variance)
+        if not methods:
+            raise InputError("no method with a variance can be chosen: the curvature of the trace is not usable")
+        if not has_enough_samples(len(self.trace.val)):
+            return MethodSelection(methods[0].name, {}, {}, len(self.trace.val), 0)
+        tuner = self._on_samples(choose_samples(len(self.trace.val), self.trace.num_classes))
+        trace = tuner.trace
+        validation = CrossValidation(trace.val.labels, trace.costs.values, self._temperatures, self._prior_vars)
+        losses = {}
+        for method in methods:
+            objectives = [tuner._get_objective(k, method) for k in range(trace.num_exits)]
+            losses[method.name] = validation.losses(method, objectives)
+        return select(losses)
+
+    def _on_samples(self, samples: Tensor) -> "Tuner":
+        """Return a tuner with the same draws for some of the validation samples; this one if it is all of them."""
+        if len(samples) == len(self.trace.val):
+            return self
+        trace = replace(self.trace, val=self.trace.val.take(samples))
+        tuner = Tuner(trace, mode=self._mode, draws=self._draws)
+        tuner.__dict__["_eigen"] = self._eigen
+        return tuner
 
     def _get_objective(self, k: int, method: Method) -> "ExitObjective":
         """Return the objective of exit k from the cache, or create it; methods differ only in Laplace and dropout."""
