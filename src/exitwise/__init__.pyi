@@ -36,6 +36,8 @@ from exitwise.policies.fit import fit_policies as fit_policies
 from exitwise.policies.fit import fit_policy as fit_policy
 from exitwise.policies.policy import Policy as Policy
 from exitwise.policies.policy import sweep as sweep
+from exitwise.rival_methods.table import RivalTable as RivalTable
+from exitwise.rival_methods.table import rivals as rivals
 from exitwise.runtime.classifier import Classifier as Classifier
 from exitwise.runtime.engine import Answer as Answer
 from exitwise.runtime.engine import Prediction as Prediction

@@ -14,6 +14,7 @@ from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.option_names import name_options, shorten_message
 from exitwise.cli.policies import evaluate, policies
 from exitwise.cli.report import report
+from exitwise.cli.rivals import rivals
 from exitwise.cli.start import demo, models
 from exitwise.cli.train import collect, train, train_heads
 from exitwise.core.errors import AllRanksError, InputError
@@ -26,7 +27,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (demo, models),
     "Train": (train, train_heads, collect),
     "Calibrate": (calibrate, ablate),
-    "Decide": (evaluate, policies),
+    "Decide": (evaluate, policies, rivals),
     "Deploy": (bench, export, predict),
     "Inspect": (report, cost),
 }
