@@ -34,11 +34,11 @@ from exitwise.calibration.mc_softmax import (
     log_true_softmax,
     sample_logits,
 )
+from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, Method, get_method, is_auto
 from exitwise.calibration.pool import fit_pool, pool_nlpd
 from exitwise.calibration.selection import (
     CrossValidation,
-    MethodSelection,
     candidate_methods,
     choose_samples,
     has_enough_samples,

@@ -1,11 +1,12 @@
 """Commands that calibrate: calibrate and ablate; and the cost of each method."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA, get_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, VANILLA, Method, parse_method
 from exitwise.cli.options import JsonOption, MethodOption, RunArgument, print_json
 
 if TYPE_CHECKING:
@@ -23,24 +24,31 @@ SearchOption = Annotated[
 
 def calibrate(
     run: RunArgument,
-    method: MethodOption = OURS,
+    method: MethodOption = AUTO,
     mode: ModeOption = "paper",
     samples: DrawsOption = DEFAULT_DRAWS,
     seed: SeedOption = 0,
     search: SearchOption = "grid",
     as_json: JsonOption = False,
 ) -> None:
-    """Tune temperature and prior variance of every exit on the validation split, and save the calibration."""
+    """Calibrate every exit on the validation split, and save the calibration.
+
+    By default, the method is chosen by cross-validation: temperature, MIE, PoE or Pool, each without or with Laplace.
+    """
     from exitwise.calibration.search_bounds import describe_values_at_bounds
     from exitwise.cli import tables
     from exitwise.cli.progress import spinner
 
-    calibration_method = get_method(method)
+    choice = parse_method(method)
     opened, _, tuner = _open_run(run, mode, samples, seed, search)
-    with spinner(f"Calibrating with {calibration_method.name}"):
-        calibration = tuner.calibrate(calibration_method)
+    message = f"Calibrating with {choice.name}" if isinstance(choice, Method) else "Comparing methods"
+    with spinner(message):
+        calibration = tuner.calibrate(choice)
         vanilla = tuner.calibrate(VANILLA)
-    calibration.save(opened.calibration_file(calibration_method))
+    calibration.save(opened.calibration_file(calibration.method))
+    if calibration.selection is not None:
+        opened.save_selection(calibration.selection)
+        print(f"exitwise: {calibration.selection}", file=sys.stderr)
     notes = describe_values_at_bounds(calibration)
     if as_json:
         return print_json(**calibration.to_dict(), notes=notes)
@@ -57,7 +65,7 @@ def ablate(
         typer.Option(help="Average over budgets from LOW to HIGH.", show_default="the run's range"),
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="Method for one more row, such as 'MC dropout T_opt'; may be repeated.")
+        list[str] | None, typer.Option(help="Method for one more row, such as Pool or auto; may be repeated.")
     ] = None,
     mode: ModeOption = "paper",
     samples: DrawsOption = DEFAULT_DRAWS,
@@ -71,9 +79,12 @@ def ablate(
     from exitwise.cli.progress import spinner
     from exitwise.evaluation.paper_tables import make_paper_tables
     from exitwise.runs.labels import model_labels
+    from exitwise.runs.policies import resolve_method
 
-    methods = list(dict.fromkeys([*METHODS, *(get_method(name).name for name in also or [])]))
+    choices = [parse_method(name) for name in also or []]
     opened, trace, tuner = _open_run(run, mode, samples, seed, search)
+    others = [resolve_method(opened, tuner, choice).name for choice in choices]
+    methods = list(dict.fromkeys([*METHODS, *others]))
     with spinner(f"Calibrating with {len(methods)} methods"):
         paper_tables = make_paper_tables(trace, tuner, budget_range, methods)
     results = {"ablation": paper_tables.ablation.to_dict(), "decisions": paper_tables.decisions.to_dict()}
@@ -97,7 +108,7 @@ def cost(
     in_channels: Annotated[int | None, typer.Option(help="Channels of an image.", show_default="the preset's")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the MACs up to each exit: vanilla, with Laplace, with ensembling, with MC dropout."""
+    """Print the MACs up to each exit: vanilla, with Laplace, with ensembling, with a pool, with MC dropout."""
     from dataclasses import asdict
 
     import torch

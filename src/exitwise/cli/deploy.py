@@ -117,7 +117,7 @@ def bench(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Calibration method by name.", show_default="the evaluated one, or the full method"),
+        typer.Option(help="Calibration method by name.", show_default="the evaluated one, or auto"),
     ] = None,
     backend: Annotated[
         list[str] | None,

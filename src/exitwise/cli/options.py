@@ -19,7 +19,8 @@ NetOption = Annotated[
 MethodOption = Annotated[
     str,
     typer.Option(
-        help="Calibration method, such as 'T_opt' or 'MIE Laplace T_opt sigma_opt'; `exitwise ablate` lists them."
+        help="Calibration method, such as Pool or 'MIE Laplace T_opt sigma_opt' (the paper's); auto chooses one by "
+        "cross-validation."
     ),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Number of threads.", show_default="one per core", min=1)]

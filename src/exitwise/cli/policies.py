@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS, VANILLA, get_method
+from exitwise.calibration.methods import AUTO, VANILLA, parse_method
 from exitwise.cli.options import JsonOption, MethodOption, RunArgument, print_json
 from exitwise.core.checks import check_choice
 from exitwise.core.errors import InputError
@@ -22,7 +22,7 @@ def evaluate(
             help="Mean cost per sample: 2e7 (MACs), 50% (of the last exit's cost), or 12ms (after `exitwise bench`)."
         ),
     ] = None,
-    method: MethodOption = OURS,
+    method: MethodOption = AUTO,
     score: Annotated[
         str, typer.Option(help="Exit score: confidence, margin, entropy, variance or patience.")
     ] = "confidence",
@@ -66,7 +66,7 @@ def evaluate(
     from exitwise.runs.policies import PolicyOptions, evaluate_run
     from exitwise.runs.run import Run
 
-    calibration_method, certificate = get_method(method), None
+    choice, certificate = parse_method(method), None
     if risk is not None and max_loss is None:
         raise InputError("--risk is the kind of loss of --max-loss: give the maximum loss, too")
     if budget is None and max_loss is None:
@@ -89,7 +89,7 @@ def evaluate(
     options = PolicyOptions(strategy, score, objective, certificate)
     if budget is None:
         options = replace(options, max_loss=loss, risk=kind)
-    evaluation = evaluate_run(opened, trace, calibration_method, costs, amount, options, against or ())
+    evaluation = evaluate_run(opened, trace, choice, costs, amount, options, against or ())
     if as_json:
         return print_json(**evaluation.to_dict())
     policy, result = evaluation.models[evaluation.method]
@@ -114,8 +114,8 @@ def policies(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method by name, or all for the twelve; may be repeated.",
-            show_default="vanilla and the full method",
+            help="Method by name, auto, or all for the twelve; may be repeated.",
+            show_default="vanilla and auto",
         ),
     ] = None,
     score: Annotated[
@@ -144,8 +144,8 @@ def policies(
 
     opened = Run(run)
     trace = opened.trace()
-    names = list(METHODS) if method == ["all"] else method or [VANILLA, OURS]
-    methods = [get_method(name) for name in names]
+    names = list(METHODS) if method == ["all"] else method or [VANILLA, AUTO]
+    methods = [parse_method(name) for name in names]
     scores = list(SCORES) if score == ["all"] else score or ["confidence"]
     in_ms = any(map(is_in_milliseconds, budget or []))
     costs = costs_in_budget_unit("ms" if in_ms else "", opened, trace)

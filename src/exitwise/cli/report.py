@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from exitwise.calibration.methods import VANILLA, get_method
+from exitwise.calibration.methods import VANILLA, parse_method
 from exitwise.cli.options import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
@@ -29,7 +29,7 @@ def report(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Calibration method by name.", show_default="the evaluated one, or the full method"),
+        typer.Option(help="Calibration method by name.", show_default="the evaluated one, or auto"),
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")
@@ -54,7 +54,7 @@ def report(
     from exitwise.runs.run import Run
 
     if method is not None:
-        get_method(method)
+        parse_method(method)
     opened = Run(run)
     page = out or run / "report.html"
     if page.is_dir():

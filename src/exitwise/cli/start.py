@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from exitwise.calibration.methods import OURS
 from exitwise.cli.options import ForceOption, JsonOption, print_json
 
 
@@ -29,7 +30,7 @@ def demo(
         run, paper_tables = create_demo_run(out, force)
     page = out / "report.html"
     with spinner("Writing the report"):
-        write_page(build_report(run, ReportOptions(command=command_line()), paper_tables), page)
+        write_page(build_report(run, ReportOptions(OURS, command=command_line()), paper_tables), page)
     results = {"ablation": paper_tables.ablation.to_dict(), "decisions": paper_tables.decisions.to_dict()}
     if as_json:
         return print_json(run=str(out), report=str(page), **results)

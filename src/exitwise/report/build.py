@@ -10,9 +10,10 @@ import torch
 
 from exitwise import zoo
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import DEFAULT_DRAWS, METHODS, OURS, VANILLA, Method, get_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, OURS, VANILLA, Method, get_method, parse_method
 from exitwise.calibration.overhead import laplace_macs, naive_laplace_macs
 from exitwise.calibration.trace import Split, Trace
+from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
@@ -32,6 +33,7 @@ from exitwise.runs.policies import (
     CalibratedSplits,
     PolicyOptions,
     certificate_from,
+    resolve_method,
     split_trace,
     tuner_with_settings,
 )
@@ -46,7 +48,7 @@ Progress = Callable[[str], None]
 class ReportOptions:
     """Options of a report."""
 
-    method: str | None = None  # None is the method of the run's chosen classifier, or else the full method
+    method: str | None = None  # None is the method of the run's chosen classifier, or else "auto"
     budget: float | None = None  # in `unit`; None is the budget of the run's policy or half of the last exit's cost
     unit: str = "MACs"
     root: Path | None = None  # folder of the dataset; None is the run's
@@ -87,7 +89,7 @@ def build_report(
     trace = run.trace()
     if trace.test is None:
         raise InputError(f"the trace of {run.directory} has no test split to report on")
-    method = _choose_method(run, options.method)
+    method = _choose_method(run, options.method, trace)
     saved = run.calibration(method, trace)
     tuner = tuner_with_settings(saved, trace)
     points = uncertainty.choose_points(len(trace.test))
@@ -176,14 +178,14 @@ def training_report(run: Run, live: bool, command: str = "") -> Report:
     return Report(to_jsonable(data))
 
 
-def _choose_method(run: Run, name: str | None) -> Method:
-    """Return the named method, or by default that of the run's chosen classifier, or else the full method."""
+def _choose_method(run: Run, name: str | None, trace: Trace) -> Method:
+    """Return the named method, or by default that of the run's chosen classifier, or else what "auto" chooses."""
     if name is None:
         chosen = run.chosen()
         if chosen is not None and chosen.calibration.method.name != VANILLA:
             return chosen.calibration.method
-        return get_method(OURS)
-    method = get_method(name)
+        name = AUTO
+    method = resolve_method(run, Tuner(trace), parse_method(name))
     if method.name == VANILLA:
         raise InputError(f"`method` must not be {VANILLA!r}: the report compares it with another method")
     return method

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exitwise.calibration.methods import OURS, get_method
+from exitwise.calibration.methods import AUTO, parse_method
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
@@ -22,7 +22,7 @@ from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
 from exitwise.runs.data import run_preprocessing
 from exitwise.runs.machine_load import describe_load, measure_load
 from exitwise.runs.nets import load_run_net
-from exitwise.runs.policies import load_or_calibrate
+from exitwise.runs.policies import load_or_calibrate, resolve_method
 from exitwise.runs.run import Run
 from exitwise.runtime import bench
 
@@ -74,7 +74,8 @@ def bench_run(run: Run, options: BenchOptions, progress: Callable[[int, int], No
         calibration = chosen.calibration
         notes.append(f"Calibrated as evaluated: {calibration.method.name}.")
     else:
-        calibration = load_or_calibrate(run, Tuner(trace), get_method(options.method or OURS))
+        tuner = Tuner(trace)
+        calibration = load_or_calibrate(run, tuner, resolve_method(run, tuner, parse_method(options.method or AUTO)))
     net = load_run_net(run, options.net)
     shape = run_preprocessing(run).shape
     images = torch.randn(max(_NUM_NOISE_IMAGES, *batch_sizes), *shape, generator=torch.Generator().manual_seed(0))

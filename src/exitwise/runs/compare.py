@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.calibration.methods import Method
+from exitwise.calibration.methods import MethodChoice
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.checks import check_integer
@@ -94,7 +94,7 @@ class Comparison:
     """Settings of a comparison: budgets, methods, scores, objective, certificate and bootstrap."""
 
     budgets: tuple[float, ...]
-    methods: tuple[Method, ...]
+    methods: tuple[MethodChoice, ...]
     scores: tuple[str, ...] = ("confidence",)
     objective: str = "accuracy"
     certify: float | None = 0.05
@@ -109,11 +109,15 @@ class Comparison:
             for score in self.scores:
                 check_fit_arguments(costs, budget, "auto", score, self.objective)
         certificate = None if self.certify is None else Certificate(self.certify)
-        pairs = [(method, score) for method in dict.fromkeys(self.methods) for score in dict.fromkeys(self.scores)]
+        tuner, bootstrap = Tuner(trace), Bootstrap(len(trace.test), self.repeats)
+        needs_variance = set(self.scores) == {"variance"}
+        methods = {
+            policies.resolve_method(run, tuner, choice, variance=needs_variance): choice for choice in self.methods
+        }
+        pairs = [(method, score) for method in methods for score in dict.fromkeys(self.scores)]
         possible = [(method, score) for method, score in pairs if score != "variance" or method.has_variance]
         if len(possible) < len(pairs) and len(set(self.scores)) == 1:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
-        tuner, bootstrap = Tuner(trace), Bootstrap(len(trace.test), self.repeats)
         rows: list[PolicyRow] = []
         notes: list[str] = []
         samples: dict[str, Any] = {}
@@ -124,7 +128,11 @@ class Comparison:
                 calibrated = policies.calibrate_run(run, tuner, method, None)
                 test = calibrated.calibration.predict(trace.test)
                 if certificate is not None:
-                    certifying = policies.calibrate_run(run, tuner, method, certificate)
+                    certified_method = policies.resolve_method(run, tuner, methods[method], certificate, needs_variance)
+                    if certified_method != method:
+                        chosen = f"auto chose {certified_method.name} for the certified rows"
+                        notes.append(f"{method.name}: {chosen}, on the samples that are not held out.")
+                    certifying = policies.calibrate_run(run, tuner, certified_method, certificate)
                     certified_test = certifying.calibration.predict(trace.test)
                     certified_metrics = PerSampleMetrics.of(certified_test, trace.test.labels.numpy())
             paper_sweep = sweep(calibrated.preds, costs=costs, score=score)

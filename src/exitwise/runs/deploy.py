@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from exitwise.calibration.methods import OURS, VANILLA, Method, get_method
+from exitwise.calibration.methods import AUTO, VANILLA, Method, parse_method
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
@@ -18,7 +18,7 @@ from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.data import run_preprocessing
 from exitwise.runs.nets import load_run_net
 from exitwise.runs.options import ClassifierOptions
-from exitwise.runs.policies import CalibratedSplits, PolicyOptions, calibrate_run, split_trace
+from exitwise.runs.policies import CalibratedSplits, PolicyOptions, calibrate_run, resolve_method, split_trace
 from exitwise.runs.run import Run
 from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.classifier import Classifier
@@ -65,10 +65,12 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
     if policy_options.max_loss is not None:
         budget = None
     if options.method is not None:
-        method = get_method(options.method)
+        choice = parse_method(options.method)
     else:
-        method = get_method(OURS) if chosen is None else chosen.calibration.method
-    policy_options.check(method, costs, budget)
+        choice = AUTO if chosen is None else chosen.calibration.method
+    policy_options.check(choice, costs, budget)
+    certificate, variance = policy_options.certificate, policy_options.score == "variance"
+    method = resolve_method(run, Tuner(trace), choice, certificate, variance)
     calibrated = _calibrate(run, trace, method, options, policy_options, chosen)
     plain = None if budget is not None else Tuner(trace).calibrate(VANILLA)
     policy = calibrated.fit_policy(costs, budget, policy_options, plain)

@@ -147,7 +147,7 @@ class ClassifierOptions:
     ] = None
     method: Annotated[
         str | None,
-        Option(help="Calibration method by name.", show_default="the evaluated one, or the full method"),
+        Option(help="Calibration method by name.", show_default="the evaluated one, or auto"),
     ] = None
     score: Annotated[
         str | None,

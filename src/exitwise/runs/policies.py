@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import DEFAULT_DRAWS, VANILLA, Method, get_method
+from exitwise.calibration.methods import DEFAULT_DRAWS, VANILLA, Method, MethodChoice, get_method
 from exitwise.calibration.search_bounds import describe_values_at_bounds
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
@@ -52,11 +52,11 @@ class PolicyOptions:
             return replace(options, max_loss=policy.fit.max_loss, risk=policy.fit.risk or "accuracy")
         return options
 
-    def check(self, method: Method, costs: Costs, budget: float | None) -> None:
+    def check(self, method: MethodChoice, costs: Costs, budget: float | None) -> None:
         """Raise InputError if no policy can meet the options, before anything is calibrated."""
         checked = costs.values[-1] if budget is None else budget
         check_fit_arguments(costs, checked, self.strategy, self.score, self.objective)
-        if self.score == "variance" and not method.has_variance:
+        if self.score == "variance" and isinstance(method, Method) and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
     def for_baseline(self, method: Method) -> "PolicyOptions":
@@ -144,6 +144,39 @@ class CalibratedSplits:
         }
 
 
+def resolve_method(
+    run: Run,
+    tuner: Tuner,
+    method: MethodChoice,
+    certificate: Certificate | None = None,
+    variance: bool = False,
+) -> Method:
+    """Return the method itself; for "auto", the one that cross-validation chooses, which is printed in one line.
+
+    The choice is saved in the run and used again. For a certificate it is made anew, without the held-out samples.
+
+    Args:
+        run: The run.
+        tuner: Tuner of its trace.
+        method: A method, or "auto".
+        certificate: Certificate that holds out samples.
+        variance: Whether the method's predictions must have a variance.
+    """
+    if isinstance(method, Method):
+        return method
+    if certificate is not None:
+        selection = Tuner(split_trace(tuner.trace, certificate)[0]).select(variance)
+    elif variance:
+        selection = tuner.select(variance)
+    else:
+        saved = run.selection()
+        selection = saved or tuner.select()
+        if saved is None:
+            run.save_selection(selection)
+    print(f"exitwise: {selection}", file=sys.stderr)
+    return get_method(selection.chosen)
+
+
 def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
     """Load the run's calibration by a method, or calibrate now and save it."""
     calibration = run.calibration(method, tuner.trace)
@@ -226,7 +259,7 @@ class RunEvaluation:
 def evaluate_run(
     run: Run,
     trace: Trace,
-    method: Method,
+    method: MethodChoice,
     costs: Costs,
     budget: float | None,
     options: PolicyOptions,
@@ -242,6 +275,7 @@ def evaluate_run(
         raise InputError(f"the trace of {run.directory} has no test split to evaluate on")
     options.check(method, costs, budget)
     tuner, models, samples, losses = Tuner(trace), {}, {}, {}
+    method = resolve_method(run, tuner, method, options.certificate, options.score == "variance")
     plain = load_or_calibrate(run, tuner, get_method(VANILLA))
     plain_preds = plain.predict(trace.test)
     for model in dict.fromkeys((get_method(VANILLA), method)):

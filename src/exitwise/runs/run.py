@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method
 from exitwise.calibration.trace import Trace
 from exitwise.core import tensorfiles
@@ -82,6 +83,26 @@ class Run:
 
     def calibration_file(self, method: Method) -> Path:
         return self.directory / "calibrations" / f"{method.slug}.safetensors"
+
+    @property
+    def selection_file(self) -> Path:
+        return self.directory / "calibrations" / "auto.json"
+
+    def selection(self) -> MethodSelection | None:
+        """Load the method that "auto" chose, with the scores of the others, if it has chosen one."""
+        if not self.selection_file.is_file():
+            return None
+        data = read_json(self.selection_file)
+        try:
+            return MethodSelection.from_dict(data.get("selection"))
+        except InputError as error:
+            raise InputError(f"{self.selection_file} is not usable: {error}") from None
+
+    def save_selection(self, selection: MethodSelection) -> None:
+        """Write the method that "auto" chose."""
+        self.selection_file.parent.mkdir(exist_ok=True)
+        data = {"format": "exitwise.selection", "version": 1, "selection": selection.to_dict()}
+        write_json(self.selection_file, data)
 
     def training(self) -> dict[str, Any]:
         """Return the entry `training` of run.json."""
