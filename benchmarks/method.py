@@ -60,7 +60,7 @@ def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[st
     assert test is not None
     splits = {"val": trace.val, "test": test}
     pictures = torch.randn(images, 3, 32, 32)
-    calibration = ew.calibrate(trace)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     val, preds = calibration.predict(trace.val), calibration.predict(test)
     forward(net, pictures[: 4 * BATCH])  # warm-up
     times: dict[str, list[float]] = {}
@@ -73,7 +73,7 @@ def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[st
     val_probs, test_probs = val.probs, preds.probs
     steps: dict[str, Callable[[], object]] = {
         "forward": lambda: forward(net, pictures),
-        "search": lambda: ew.calibrate(trace),
+        "search": lambda: ew.calibrate(trace, "MIE Laplace T_opt sigma_opt"),
         "predict": lambda: calibration.predict(test).probs,
         "sweep_and_evaluate": sweep_and_evaluate,
         "plain_search": lambda: plain_search(trace, plain_points),
@@ -127,7 +127,7 @@ def imagenet_search(n: int, classes: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     trace = imagenet_trace(n, classes, (384, 384, 352, 304, 560) if classes == 1000 else (24, 24, 22, 19, 35))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    taken = seconds(lambda: ew.calibrate(trace))
+    taken = seconds(lambda: ew.calibrate(trace, "MIE Laplace T_opt sigma_opt"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"n": n, "seconds": round(taken, 2), "peak GB": round(peak, 2), "GB before the search": round(before, 2)}
 

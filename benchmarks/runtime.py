@@ -34,7 +34,7 @@ def zoo_small() -> tuple[ew.MultiExitNet, Calibration, list[list[float]], ew.Cos
     net = ew.load_net(ew.zoo.path("net.safetensors"))
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     assert trace.test is not None
-    calibration = ew.calibrate(trace)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     val, test = calibration.predict(trace.val), calibration.predict(trace.test)
     return net, calibration, shares_by_budget(val, test, trace.costs), trace.costs
 
@@ -45,7 +45,7 @@ def random_net(preset: str) -> tuple[ew.MultiExitNet, Calibration, list[list[flo
     net = ew.models.msdnet(preset).eval()
     images, labels = torch.randn(256, *SHAPE), torch.arange(256) % net.num_classes
     trace = ew.collect(net, [(images, labels)], [(images, labels)])
-    calibration = ew.calibrate(trace)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     preds = calibration.predict(trace.val)
     return net, calibration, shares_by_budget(preds, preds, trace.costs), trace.costs
 

@@ -38,7 +38,7 @@ before = peak()
 split = Split((x, x), torch.arange(n))
 trace = ew.Trace(split, None, (head, head), (curvature, curvature), Costs((1.0, 2.0)))
 built = peak()
-calibration = ew.calibrate(trace, num_draws=4)
+calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=4)
 calibrated = peak()
 calibration.save(sys.argv[1])
 print(json.dumps({"trace": built - before, "calibration": calibrated - built}))
@@ -61,7 +61,7 @@ def test_the_paper_posterior_needs_no_eigenvectors_of_B(monkeypatch: pytest.Monk
     eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (sizes.append(len(matrix)), eigh(matrix))[1])
     trace = random_trace()
-    ew.calibrate(trace)
+    ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     assert sizes == [len(curvature.A) for curvature in trace.curvature]
 
 
@@ -166,7 +166,7 @@ def test_calibrations_of_many_classes_agree(method: str, tmp_path: Path, request
 
 def test_a_covariance_that_is_not_kept_is_refused(many: None) -> None:
     trace = random_trace()
-    posterior = ew.calibrate(trace).exits[0].posterior
+    posterior = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt").exits[0].posterior
     assert posterior is not None
     with pytest.raises(ew.InputError, match="no `root`"):
         posterior.covariance(trace.val.features[0])

@@ -171,7 +171,7 @@ def test_collect_keeps_features_and_sums_curvature() -> None:
         assert trace.curvature[k].n == 100
         assert torch.equal(trace.heads[k].weight, head.last.weight)
     assert trace.heads[1].bias is None
-    assert ew.calibrate(trace, num_draws=4).predict(trace.test).probs.shape == (3, 30, 4)
+    assert ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=4).predict(trace.test).probs.shape == (3, 30, 4)
 
 
 def test_collect_runs_the_net_once_per_batch_and_reports_progress() -> None:
@@ -351,14 +351,16 @@ def test_a_calibration_does_not_see_what_is_held_out() -> None:
         features=tuple(torch.where(is_held_out[:, None], x * 3, x) for x in trace.val.features),
     )
     other_tune, _ = replace(trace, val=spoilt).hold_out(0.5, seed=1)
-    calibration, other_calibration = (ew.calibrate(part, num_draws=10) for part in (tune, other_tune))
+    calibration, other_calibration = (
+        ew.calibrate(part, "MIE Laplace T_opt sigma_opt", num_draws=10) for part in (tune, other_tune)
+    )
     assert (calibration.temperatures, calibration.prior_vars) == (
         other_calibration.temperatures,
         other_calibration.prior_vars,
     )
     assert (
-        ew.calibrate(replace(trace, val=spoilt), num_draws=10).temperatures
-        != ew.calibrate(trace, num_draws=10).temperatures
+        ew.calibrate(replace(trace, val=spoilt), "MIE Laplace T_opt sigma_opt", num_draws=10).temperatures
+        != ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=10).temperatures
     )
 
 

@@ -95,7 +95,10 @@ def test_continuous_temperature_is_the_optimum() -> None:
 
 def test_continuous_search_works_in_exact_mode() -> None:
     trace = random_trace(n=150)
-    grid, continuous = (ew.calibrate(trace, num_draws=8, mode="exact", search=s) for s in ("grid", "continuous"))
+    grid, continuous = (
+        ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=8, mode="exact", search=s)
+        for s in ("grid", "continuous")
+    )
     assert all(np.array(continuous.val_nlpd) <= np.array(grid.val_nlpd))
 
 
@@ -105,7 +108,7 @@ def test_samples_whose_features_are_all_zero_do_no_harm(mode: str) -> None:
     trace = random_trace(n=60, bias=False)
     for x in trace.val.features:
         x[::4] = 0
-    calibration = ew.calibrate(trace, num_draws=5, mode=mode, search="continuous")  # type: ignore[arg-type]
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=5, mode=mode, search="continuous")  # type: ignore[arg-type]
     probs = calibration.predict(trace.val).probs
     assert bool(torch.isfinite(probs).all())
     torch.testing.assert_close(probs[0, ::4], torch.full((15, 5), 0.2))
@@ -162,7 +165,7 @@ def test_ties_go_to_the_first_point_with_temperature_outside() -> None:
 
 
 def test_grids_can_be_overridden() -> None:
-    calibration = ew.calibrate(random_trace(), temperatures=[0.9, 1.1], prior_vars=[5.0])
+    calibration = ew.calibrate(random_trace(), "MIE Laplace T_opt sigma_opt", temperatures=[0.9, 1.1], prior_vars=[5.0])
     assert set(calibration.temperatures) <= {0.9, 1.1}
     assert set(calibration.prior_vars) == {5.0}
     assert calibration.grids[0].temperatures == (0.9, 1.1)
@@ -203,7 +206,7 @@ def test_saved_calibrations_predict_the_same(tmp_path: object, name: str, mode: 
 )
 def test_a_broken_calibration_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "c.safetensors"
-    ew.calibrate(random_trace(), num_draws=4).save(path)
+    ew.calibrate(random_trace(), "MIE Laplace T_opt sigma_opt", num_draws=4).save(path)
     header = header_without_digest(path)
     tensors = {**load_file(path), **changes}
     save_file({key: value for key, value in tensors.items() if value is not None}, path, metadata=header)
@@ -228,7 +231,7 @@ def test_a_broken_calibration_is_refused(tmp_path: Path, changes: dict[str, Any]
 )
 def test_a_broken_header_is_refused(tmp_path: Path, key: str, value: str) -> None:
     path = tmp_path / "c.safetensors"
-    ew.calibrate(random_trace(), num_draws=4).save(path)
+    ew.calibrate(random_trace(), "MIE Laplace T_opt sigma_opt", num_draws=4).save(path)
     header = header_without_digest(path)
     save_file(load_file(path), path, metadata={**header, key: value})
     with pytest.raises(ew.InputError, match=r"c\.safetensors"):
@@ -240,7 +243,7 @@ def test_predictions_beyond_float32_are_refused() -> None:
     extreme = [x.clone() for x in trace.val.features]
     extreme[1][7] *= 1e30
     with pytest.raises(ew.InputError, match="exit 1: the features of sample 7 are too extreme"):
-        ew.calibrate(trace, num_draws=4).predict(extreme).probs  # noqa: B018
+        ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=4).predict(extreme).probs  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["Laplace", "MIE Laplace"])
@@ -269,7 +272,7 @@ def test_variance_is_that_of_the_drawn_probabilities_of_the_predicted_class(name
 @pytest.mark.parametrize("mode", MODES)
 def test_no_samples_are_no_problem(mode: str) -> None:
     trace = random_trace()
-    calibration = ew.calibrate(trace, num_draws=4, mode=mode)  # type: ignore[arg-type]
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", num_draws=4, mode=mode)  # type: ignore[arg-type]
     assert calibration.predict([x[:0] for x in trace.val.features]).probs.shape == (3, 0, 5)
 
 
@@ -280,7 +283,7 @@ def test_there_is_no_variance_without_draws() -> None:
 
 def test_features_of_half_precision_and_plain_tensors_are_taken() -> None:
     trace = random_trace()
-    calibration = ew.calibrate(trace)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     halves = tuple(x.half() for x in trace.val.features)
     expected = calibration.predict(tuple(x.float() for x in halves)).probs
     assert torch.equal(calibration.predict(ew.Split(halves, trace.val.labels)).probs, expected)
@@ -336,7 +339,7 @@ def test_a_search_that_meets_no_number_is_refused_and_not_picked_from(mode: str)
     trace = random_trace()
     trace.val.features[1][3] *= 1e22  # finite, but its square is not
     with pytest.raises(ew.InputError, match="exit 1: the validation NLPD is not finite"):
-        ew.calibrate(trace, mode=mode)  # type: ignore[arg-type]
+        ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", mode=mode)  # type: ignore[arg-type]
 
 
 def test_heads_of_any_precision_are_taken() -> None:

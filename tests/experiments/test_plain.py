@@ -40,7 +40,7 @@ def check(plain: ModuleType, module: ew.MultiExitNet, splits: Any, loss: float) 
     """The runtime has the exits and the costs that the experiment measures."""
     net, trace = with_exits(module, splits)
     found: dict[str, Any] = plain.measure(module, net, trace, splits.train.shape, loss)
-    costs, cal = plain.costs_of(net, splits.train.shape)[OURS], ew.calibrate(trace)
+    costs, cal = plain.costs_of(net, splits.train.shape)[OURS], ew.calibrate(trace, OURS)
     policy = plain.matched(cal, trace, costs, found["goal"])
     clf = ew.Classifier(net, cal, policy, costs=costs)
     answers = list(clf.stream(image for images, *_ in data.Batches(splits.test, 500) for image in images))

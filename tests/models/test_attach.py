@@ -456,7 +456,7 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     labels = torch.arange(40) % net.num_classes
     batches = [(some(inputs, part), labels[part]) for part in torch.arange(40).split(16)]
     trace = ew.collect(net, train=batches, val=batches, test=batches)
-    cal = ew.calibrate(trace)
+    cal = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     confidence = np.asarray(cal.predict(trace.val).probs).max(axis=2)
     policy = ew.Policy((*(float(np.median(row)) for row in confidence[:-1]), -np.inf))  # between two samples
     simulated = policy.exits(cal.predict(trace.test)).tolist()
@@ -491,7 +491,9 @@ def test_inputs_may_have_any_name(name: str, tmp_path: Path) -> None:
     net = ew.MultiExitNet([Named(), nn.ReLU()], [ew.Head(nn.Identity(), nn.Linear(8, 3)) for _ in range(2)])
     inputs = {"ids": torch.randint(9, (30, 5)), name: torch.rand(30, 8)}
     batches = [(inputs, torch.arange(30) % 3)]
-    clf = ew.Classifier(net, ew.calibrate(ew.collect(net, batches, batches)), ew.Policy((0.4, -np.inf)))
+    clf = ew.Classifier(
+        net, ew.calibrate(ew.collect(net, batches, batches), "MIE Laplace T_opt sigma_opt"), ew.Policy((0.4, -np.inf))
+    )
     clf.export(tmp_path / "bundle", example=inputs)
     session = Session(tmp_path / "bundle", threads=1)
     np.testing.assert_allclose(session(arrays(inputs)).probs, clf(inputs).probs.numpy(), atol=1e-5)
@@ -502,7 +504,11 @@ def test_a_token_that_does_not_exist_is_an_answer_and_harms_no_other(tmp_path: P
     _, net, few = attached("samples_second")
     ids = ModuleInputs.of(few).with_batch_size(40).as_given
     batches = [(ids, torch.arange(40) % net.num_classes)]
-    clf = ew.Classifier(net, ew.calibrate(ew.collect(net, batches, batches)), ew.Policy((0.3, 0.3, -np.inf)))
+    clf = ew.Classifier(
+        net,
+        ew.calibrate(ew.collect(net, batches, batches), "MIE Laplace T_opt sigma_opt"),
+        ew.Policy((0.3, 0.3, -np.inf)),
+    )
     clf.export(tmp_path / "bundle", example=ids)
     session = Session(tmp_path / "bundle", threads=1)
     bad = ids.clone()
@@ -520,7 +526,7 @@ def test_mappings_as_tokenizers_give_them_and_arrays_in_them_will_do() -> None:
     _, net, inputs = attached("two_inputs_by_name")
     labels = torch.arange(N) % net.num_classes
     trace = ew.collect(net, [(UserDict(inputs), labels)], [(UserDict(inputs), labels)])
-    clf = ew.Classifier(net, ew.calibrate(trace), ew.Policy((0.3, 0.3, -np.inf)))
+    clf = ew.Classifier(net, ew.calibrate(trace, "MIE Laplace T_opt sigma_opt"), ew.Policy((0.3, 0.3, -np.inf)))
     expected = clf(inputs)
     for variant in (UserDict(inputs), arrays(inputs)):
         assert torch.equal(clf(variant).probs, expected.probs)

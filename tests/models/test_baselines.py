@@ -433,7 +433,7 @@ def test_calibration_of_one_exit(trace: ew.Trace) -> None:
 
 def test_policies_with_one_exit_take_it(trace: ew.Trace) -> None:
     assert trace.test is not None
-    calibration = ew.calibrate(trace, samples=20)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", samples=20)
     val, test = calibration.predict(trace.val), calibration.predict(trace.test)
     (cost,) = trace.costs.values
     fitted = ew.fit_policy(val, costs=trace.costs, budget=cost)
@@ -455,7 +455,7 @@ def test_the_ablation_of_one_exit_is_flat_in_the_budget(trace: ew.Trace) -> None
     assert trace.test is not None
     (cost,) = trace.costs.values
     table = ew.ablation(trace, (cost / 2, cost * 2), samples=20)
-    calibration = ew.calibrate(trace, samples=20)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt", samples=20)
     policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=cost)
     result = ew.evaluate(calibration.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
     for name in ("top1", "nlpd", "ece"):

@@ -126,7 +126,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
     run = zoo_run(tmp_path_factory.mktemp("zoo") / "run")
     report = build_report(Run(run), ReportOptions(budget=2e7))
     trace = ew.Trace.load(run / "trace.safetensors")
-    return ReportedRun(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace)})
+    return ReportedRun(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace, OURS)})
 
 
 @pytest.fixture(scope="module")
@@ -598,7 +598,7 @@ class TestOtherRuns:
         [slider] = found["explorers"]
         [step] = slider["steps"]
         assert (slider["chosen"], step["budget"]) == (0, trace.costs.values[0])
-        preds = ew.calibrate(trace).predict(get_test(trace))
+        preds = ew.calibrate(trace, OURS).predict(get_test(trace))
         right = float((preds.predicted[0] == get_test(trace).labels.numpy()).mean())
         assert (step["ours"]["thresholds"], step["ours"]["top1"]) == (["-inf"], right)
         assert slider["exits"]["ours"] == ["0" * 120]

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The zoo's net as a run, calibrated."""
     place = zoo_run(tmp_path_factory.mktemp("predict") / "run")
     trace = ew.Trace.load(place / "trace.safetensors")
-    made = ew.calibrate(trace)
+    made = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     made.save(place / "calibrations" / f"{made.method.slug}.safetensors")
     return place
 
@@ -76,7 +76,7 @@ class TestRows:
         files = sorted(folder.rglob("*.png"))
         assert [row["image"] for row in rows] == [str(file) for file in files]
         trace = ew.Trace.load(run / "trace.safetensors")
-        calibration = ew.calibrate(trace)
+        calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
         half = trace.costs.values[-1] / 2
         policy = ew.fit_policy(calibration.predict(trace.val), trace.val.labels, trace.costs, budget=half)
         pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])).permute(0, 3, 1, 2)

@@ -241,7 +241,7 @@ def test_a_stage_that_hands_its_input_on_leaves_the_images_alone(tmp_path: Path)
     net = ew.MultiExitNet([nn.Identity(), nn.Identity(), nn.Linear(6, 6)], heads).eval()
     images, labels = torch.randn(300, 6), torch.arange(300) % 4
     trace = ew.collect(net, [(images, labels)], [(images, labels)], costs=[1, 2, 3])
-    calibration = ew.calibrate(trace)
+    calibration = ew.calibrate(trace, "MIE Laplace T_opt sigma_opt")
     policy = ew.fit_policy(calibration.predict(trace.val), costs=trace.costs, budget=2.0)
     clf = ew.Classifier(net, calibration, policy)
     clf.export(tmp_path / "bundle", example=images)
