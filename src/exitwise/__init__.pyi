@@ -22,6 +22,8 @@ from exitwise.evaluation.paper_tables import Table as Table
 from exitwise.evaluation.paper_tables import ablation as ablation
 from exitwise.evaluation.paper_tables import decision_experiment as decision_experiment
 from exitwise.models.attach.attach import attach as attach
+from exitwise.models.cascade import Cascade as Cascade
+from exitwise.models.cascade import cascade as cascade
 from exitwise.models.macs import macs as macs
 from exitwise.models.net import Head as Head
 from exitwise.models.net import MultiExitNet as MultiExitNet

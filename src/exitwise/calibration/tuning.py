@@ -220,7 +220,9 @@ class Tuner:
             has_laplace = False
         methods = candidate_methods(self.trace.num_exits, has_laplace, variance)
         if not methods:
-            raise InputError("no method with a variance can be chosen: the curvature of the trace is not usable")
+            raise InputError(
+                "no method with a variance can be chosen: the trace has no usable curvature of training images"
+            )
         if not has_enough_samples(len(self.trace.val)):
             return MethodSelection(methods[0].name, {}, {}, len(self.trace.val), 0)
         tuner = self._on_samples(choose_samples(len(self.trace.val), self.trace.num_classes))

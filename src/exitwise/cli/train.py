@@ -170,7 +170,7 @@ def collect(
     if not is_rank_zero():
         return None
     if as_json:
-        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
+        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.num_train}
         return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
     print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {shlex.quote(str(run))}")
     return None

@@ -16,6 +16,7 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.models.cascade import Cascade
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import check_state_dict, load_state, restore_on_error
@@ -45,7 +46,7 @@ class Classifier(nn.Module):
         costs: Cumulative cost (K,) of each exit, in the policy's unit. By default those of the policy, or MACs counted
             on the first call if it has none.
         classes: Names of the c classes.
-        preprocessing: Normalization of bytes; without it, images must be floats.
+        preprocessing: Normalization of bytes; without it, images must be floats [default: that of a cascade].
         check_range: Refuse floats that are plainly not normalized, if there is a `preprocessing`.
 
     Raises:
@@ -92,6 +93,8 @@ class Classifier(nn.Module):
             raise InputError(f"a policy on the variance {NEEDS_DRAWS}")
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+        if preprocessing is None and isinstance(net, Cascade):
+            preprocessing = net.preprocessing
         if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
             raise InputError(f"`preprocessing` must be a Preprocessing, but got {type(preprocessing).__name__}")
         self.net = net

@@ -92,6 +92,33 @@ def attach(
     return net
 
 
+def split_classifier(module: nn.Module, example_inputs: Any) -> tuple[nn.Module, nn.Linear]:
+    """Split a classifier into a stage that computes its features (n, p), and its last linear layer.
+
+    Both share the module's layers, and together they reproduce its output, bit for bit.
+
+    Args:
+        module: The module in evaluation mode.
+        example_inputs: Inputs of the module for at least one sample.
+
+    Raises:
+        InputError: The module cannot be traced, does not end in a linear layer, or mixes the samples of a batch.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = ModuleInputs.of(example_inputs)
+        _check_inputs(inputs)
+        traced = trace_module(module, inputs, ())
+        cut = cut_module(module, traced, (), inputs, None)
+        net = MultiExitNet(cut.stages, [Head(nn.Identity(), cut.last)])
+        _check_stages(net, module, inputs, traced.exported)
+    return cut.stages[0], cut.last
+
+
+def candidate_inputs(module: nn.Module) -> list[Tensor]:
+    """Return inputs of one sample that fit the first layer of a module; the module may refuse some or all of them."""
+    return _candidate_inputs(module)
+
+
 def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
     """Return the spec that rebuilds the net, or None unless the module is a preset and its heads are built in."""
     spec = module.spec if isinstance(module, MultiExitNet) else None
