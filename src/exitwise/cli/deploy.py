@@ -19,7 +19,7 @@ from exitwise.cli.options import (
 )
 from exitwise.core.errors import InputError
 from exitwise.core.text import escape_controls
-from exitwise.runs.options import ClassifierOptions
+from exitwise.runs.options import ClassifierOptions, join_nets
 
 if TYPE_CHECKING:
     from exitwise.runs.predict import Summary
@@ -77,7 +77,7 @@ def predict(
         raise InputError(f"{out} exists: --resume to continue it, --force to replace it")
     image_list = predict.list_images(images)
     _set_threads(threads)
-    classifier, description = deploy.open_run_or_bundle(run, options, net, threads)
+    classifier, description = deploy.open_run_or_bundle(run, options, join_nets(net), threads)
     preprocessing, classes = deploy.image_format(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
     fields = [*predict.FIELDS, *(["probs"] if probs else [])]
@@ -153,7 +153,7 @@ def bench(
         batch_sizes=tuple(batch_size or ()),
         repeats=repeats,
         costs_of=costs_of,
-        net=net,
+        net=join_nets(net),
     )
     with progress_bars("measurements") as progress:
         report = bench_run(Run(run), options, lambda done, total: progress("bench", done, total))
@@ -184,7 +184,7 @@ def export(
     from exitwise.runs.deploy import build_classifier
     from exitwise.runs.run import Run
 
-    classifier, description = build_classifier(Run(run), options, net)
+    classifier, description = build_classifier(Run(run), options, join_nets(net))
     classifier.export(out, force=force)
     print(f"exitwise: {description}", file=sys.stderr)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())

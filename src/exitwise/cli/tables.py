@@ -17,6 +17,7 @@ from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Policy, PolicyFit
+from exitwise.runs.cascade import NetworkCost
 from exitwise.runs.compare import PUBLIC, PolicyTable
 from exitwise.runs.policies import RunEvaluation
 from exitwise.runtime.bench import FULL as FULL_NET
@@ -108,6 +109,19 @@ def ablation(
                 cells.append(format_change(name, changes[name]) if changes else "")
         rich_table.add_row(*cells)
     return rich_table
+
+
+def networks(costs: Sequence[NetworkCost]) -> RichTable:
+    """Return the networks of a cascade with their own costs, and what an image costs that runs up to each."""
+    table = _table("Cascade")
+    for name, justify in (("network", "left"), ("images", "right"), ("alone", "right"), ("up to it", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    spent = 0
+    for cost in costs:
+        spent += cost.macs
+        amounts = (format_cost(float(value), "MACs") for value in (cost.macs, spent))
+        table.add_row(cost.name, f"{cost.size} x {cost.size}", *amounts)
+    return table
 
 
 def summary(table: Table) -> str:

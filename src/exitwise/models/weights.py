@@ -99,6 +99,39 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     return net
 
 
+def load_module_weights(module: torch.nn.Module, path: str | Path) -> None:
+    """Load a state dict into a module of the user's, whose keys it must have; `module.` before all keys is dropped.
+
+    Args:
+        module: The module to load into; its mode stays.
+        path: The file, safetensors or `.pth`, read as by `load_checkpoint`.
+
+    Raises:
+        InputError: The file is missing or damaged, or its weights do not fit the module.
+    """
+    path = Path(path)
+    loaded = {key.removeprefix("module."): value for key, value in _read_state_dict(path).items()}
+    expected = module.state_dict()
+    for key in [key for key in expected if key.endswith("num_batches_tracked")]:
+        loaded.setdefault(key, expected[key])
+    missing = next((key for key in expected if key not in loaded), None)
+    unexpected = next((key for key in loaded if key not in expected), None)
+    reshaped = next((key for key in expected if key in loaded and expected[key].shape != loaded[key].shape), None)
+    problems = [f"first missing key {missing!r}"] if missing else []
+    problems += [f"first unexpected key {unexpected!r}"] if unexpected else []
+    if reshaped:
+        shapes = [tuple(state[reshaped].shape) for state in (loaded, expected)]
+        problems.append(f"{reshaped!r} has shape {shapes[0]} instead of {shapes[1]}")
+    infinite = next((key for key, value in loaded.items() if not tensorfiles.all_finite(value)), None)
+    problems += [f"{infinite!r} is not finite"] if infinite else []
+    if problems:
+        raise InputError(f"{path} does not fit the network: {', '.join(problems)}")
+    try:
+        module.load_state_dict(loaded)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path} cannot be loaded: {first_line(error)}") from None
+
+
 @contextmanager
 def restore_on_error(net: MultiExitNet) -> Iterator[None]:
     """Give the net its former weights back if the block fails."""

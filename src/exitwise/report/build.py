@@ -10,7 +10,7 @@ import torch
 
 from exitwise import zoo
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, OURS, VANILLA, Method, get_method, parse_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, VANILLA, Method, get_method, parse_method
 from exitwise.calibration.overhead import laplace_macs, naive_laplace_macs
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
@@ -20,7 +20,16 @@ from exitwise.core.predictions import Array
 from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve, describe_eefp_disagreement
-from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, PaperTables, Table, make_paper_tables
+from exitwise.evaluation.paper_tables import (
+    DECISIONS,
+    METRICS,
+    OUR_MODEL,
+    PaperTables,
+    Table,
+    get_full_method,
+    make_paper_tables,
+    usable_methods,
+)
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
 from exitwise.report.budget_explorer import budget_grid, explore_budgets
@@ -97,7 +106,7 @@ def build_report(
     sheet, note = _load_images(run, options.root, trace.test, points)
     progress("reading the runs to compare with")
     other_runs = [_compare_run(Run(path), method, budgets[0][0].unit) for path in options.against]
-    progress("calibrating with twelve methods")
+    progress(f"calibrating with {len(usable_methods(trace))} methods")
     if paper_tables is None:
         paper_tables = make_paper_tables(trace, tuner, calibrations=_load_matching_calibrations(saved, run, trace))
     vanilla = EvaluatedModel.of(CalibratedSplits(paper_tables.calibrations[VANILLA], trace.val, None), trace.test)
@@ -130,7 +139,7 @@ def build_report(
         "classes": list(trace.classes) if trace.classes else [f"class {i}" for i in range(trace.num_classes)],
         "explorers": explorers,
         "other_runs": other_runs,
-        "curves": [_curve_points(name, paper_tables.curves[name], labels) for name in METHODS],
+        "curves": [_curve_points(name, paper_tables.curves[name], labels) for name in usable_methods(trace)],
         "published": published.curves(preset),
         "uncertainty": {
             "vanilla": uncertainty.exit_statistics(vanilla, trace.num_classes),
@@ -151,7 +160,7 @@ def build_report(
         ],
         "decisions": [
             _curve_points(name, paper_tables.curves[key], labels)
-            for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
+            for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, get_full_method(trace)))
         ],
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
         "training": _training_history(run),
@@ -320,7 +329,7 @@ def _table_data(name: str, title: str, table: Table, preset: str, labels: Mappin
 
 def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any]]:
     """Return the cumulative cost of Laplace at every exit of this net: each exit on the way adds its overhead."""
-    if trace.costs.unit != "MACs":
+    if trace.costs.unit != "MACs" or not trace.curvature:
         return []
     c, vanilla = trace.num_classes, list(trace.costs.values)
     draws = DEFAULT_DRAWS if calibration.draws is None else len(calibration.draws)
