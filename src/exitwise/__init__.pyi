@@ -14,6 +14,9 @@ from exitwise.core.errors import InputError as InputError
 from exitwise.core.predictions import Predictions as Predictions
 from exitwise.core.preprocessing import Preprocessing as Preprocessing
 from exitwise.evaluation import metrics as metrics
+from exitwise.evaluation.best_cascades import CascadeTable as CascadeTable
+from exitwise.evaluation.best_cascades import best_cascades as best_cascades
+from exitwise.evaluation.best_cascades import single_exit as single_exit
 from exitwise.evaluation.evaluate import BudgetCurve as BudgetCurve
 from exitwise.evaluation.evaluate import Evaluation as Evaluation
 from exitwise.evaluation.evaluate import budget_curve as budget_curve
