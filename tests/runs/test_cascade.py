@@ -218,3 +218,28 @@ def test_another_number_of_networks_is_refused_later(place: Path, exitwise: Comm
     outcome = exitwise("collect", "run", "--net", "mine:small")
     assert "the run is a cascade of 2 networks: give --net for each, but got 1" in outcome.err
     assert exitwise("train", "--data", "digits", *NETS, "--out", "x").err.count("several make a cascade") == 1
+
+
+@pytest.mark.slow
+def test_candidates_become_the_best_chain(place: Path, exitwise: Command) -> None:
+    names = ("mine:small", "mine:large", "mine:large@6")
+    candidates = [word for name in names for word in ("--candidates", name)]
+    options = (*candidates, "--data", "folder:photos", "--out", "run", "--budget", "90%", "--budget", "200%")
+    made = exitwise("cascade", *options, "--json").json
+    assert len(made["networks"]) > 1
+    assert made["budgets"][0] == pytest.approx(made["budgets"][1] * 0.45)
+    assert {tuple(row["networks"]) for row in made["networks_alone"]} == {(name,) for name in names}
+    run = Run(place / "run")
+    assert [network["name"] for network in run.metadata["cascade"]["networks"]] == made["chosen"]["networks"]
+    trace = run.trace()
+    nets = [word for name in made["chosen"]["networks"] for word in ("--net", name)]
+    again = exitwise("collect", "run", "--force", *nets, "--json").json
+    assert list(trace.costs.values) == again["costs"]
+    for joined, collected in zip(trace.test.features, run.trace().test.features, strict=True):
+        assert torch.allclose(joined, collected, atol=1e-5)  # batches of another net
+    assert exitwise("evaluate", "run", "--budget", "80%").status == 0
+    assert exitwise("report", "run").status == 0
+    assert '"front_milliseconds"' in (place / "run" / "report.html").read_text()
+    refused = exitwise("cascade", *candidates, "--data", "folder:photos", "--out", "other", "--budget", "10")
+    assert "must be at least the cost of the cheapest network" in refused.err
+    assert not (place / "other").exists()

@@ -1,6 +1,10 @@
 """The command that chains networks."""
 
-from typing import Any
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from exitwise.cli.options import ForceOption, JsonOption, expand_options, print_json
 from exitwise.cli.train import OutOption, configure_logging, new_run_path
@@ -12,6 +16,14 @@ from exitwise.runs.options import CascadeOptions, DataOptions
 def cascade(
     data: DataOptions,
     options: CascadeOptions,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --candidates: mean cost per image, 2e7 (MACs) or 50% of the most expensive network; may be "
+            "repeated. The run is the best chain at the first.",
+            show_default="25%, 50%, 75% and 100%; the run is for 50%",
+        ),
+    ] = None,
     out: OutOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -28,10 +40,38 @@ def cascade(
         raise InputError("give either --net for the networks of a cascade, or --candidates to choose among them")
     if not options.net and not options.candidates:
         raise InputError("a cascade needs at least two networks: give --net for each, small ones first")
-    _make_run(path, data, options, force, as_json)
+    if budget and not options.candidates:
+        raise InputError("--budget is for --candidates: `exitwise evaluate RUN --budget` sets that of a run")
+    if options.candidates:
+        return _choose_run(path, data, options, budget or [], force, as_json)
+    return _make_run(path, data, options, force, as_json)
 
 
-def _make_run(path: Any, data: DataOptions, options: CascadeOptions, force: bool, as_json: bool) -> None:
+def _choose_run(
+    path: Path, data: DataOptions, options: CascadeOptions, budgets: list[str], force: bool, as_json: bool
+) -> None:
+    from dataclasses import asdict
+
+    from exitwise.cli import tables
+    from exitwise.cli.progress import progress_bars
+    from exitwise.runs.candidates import choose_cascade_run
+
+    with progress_bars() as progress:
+        chosen = choose_cascade_run(path, data, options, budgets, force, progress)
+    if as_json:
+        table = chosen.table.to_dict()
+        table["networks_alone"] = table.pop("networks")
+        networks = [asdict(cost) for cost in chosen.networks]
+        return print_json(run=str(path), networks=networks, chosen=asdict(chosen.row), **table)
+    out = tables.console()
+    for table in tables.best_cascades(chosen.table):
+        out.print(table)
+    out.print(tables.networks(chosen.networks))
+    print(f"The run is in {path}: {chosen.row.name}. Next: exitwise evaluate {shlex.quote(str(path))} --budget 50%")
+    return None
+
+
+def _make_run(path: Path, data: DataOptions, options: CascadeOptions, force: bool, as_json: bool) -> None:
     from dataclasses import asdict
 
     from exitwise.cli import tables

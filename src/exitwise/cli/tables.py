@@ -13,6 +13,7 @@ from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.overhead import ExitCost
 from exitwise.calibration.search_bounds import find_values_at_bounds
 from exitwise.core.costs import Costs, format_cost, format_percent
+from exitwise.evaluation.best_cascades import CascadeRow, CascadeTable
 from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
@@ -122,6 +123,47 @@ def networks(costs: Sequence[NetworkCost]) -> RichTable:
         amounts = (format_cost(float(value), "MACs") for value in (cost.macs, spent))
         table.add_row(cost.name, f"{cost.size} x {cost.size}", *amounts)
     return table
+
+
+def best_cascades(table: CascadeTable) -> Iterator[RichTable]:
+    """Yield the best chains at every budget, and the Pareto front of all chains and networks."""
+    caption = (
+        f"\nCross-fitted on {table.samples:,} validation images: calibration and thresholds from the other folds; 95 % "
+        f"intervals.\nGain: against the best network alone within the budget. The best of many looks better than it "
+        f"is: choosing in\nevery fold by the others, top-1 is "
+        + ", ".join("-" if value is None else f"{100 * value:.2f}" for value in table.chosen_top1)
+        + " at these budgets."
+    )
+    best = _table("Best networks at every budget", caption)
+    _add_cascade_columns(best, "budget", "gain")
+    for budget, row in zip(table.budgets, table.best, strict=True):
+        if row is not None:
+            gain = "" if row.gain is None else f"{100 * row.gain:+.2f}"
+            best.add_row(format_cost(budget, table.unit), *_cascade_cells(row, table.unit), gain)
+    yield best
+    has_times = all(row.milliseconds is not None for row in table.networks)
+    for cost, title in (("cost", "MACs"), ("milliseconds", "measured milliseconds")):
+        if cost == "milliseconds" and not has_times:
+            continue
+        front = _table(f"\nNo other is better and cheaper, in {title}")
+        _add_cascade_columns(front)
+        for row in table.front(cost):
+            front.add_row(*_cascade_cells(row, table.unit))
+        yield front
+
+
+def _add_cascade_columns(table: RichTable, first: str | None = None, last: str | None = None) -> None:
+    names = (first, "networks", "cost", "ms", "top-1 %", "95 %", "NLPD", "ECE", last)
+    for name in names:
+        if name is not None:
+            table.add_column(name, justify="left" if name == "networks" else "right")
+
+
+def _cascade_cells(row: CascadeRow, unit: str) -> tuple[str, ...]:
+    low, high = (f"{100 * value:.2f}" for value in row.interval)
+    time = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"
+    metrics = (f"{100 * row.top1:.2f}", f"{low} to {high}", f"{row.nlpd:.3f}", _drop_leading_zero(f"{row.ece:.3f}"))
+    return (row.name, format_cost(row.cost, unit), time, *metrics)
 
 
 def summary(table: Table) -> str:

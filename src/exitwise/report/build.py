@@ -16,6 +16,7 @@ from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
+from exitwise.core.files import read_json
 from exitwise.core.predictions import Array
 from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
@@ -163,6 +164,7 @@ def build_report(
             for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, get_full_method(trace)))
         ],
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
+        "cascades": _read_cascades(run),
         "training": _training_history(run),
         "guarantee": _describe_run_guarantee(run),
         "provenance": report_provenance(run, trace, ours.splits.calibration, options.command, chosen_policy),
@@ -339,6 +341,18 @@ def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any
         overhead = numpy.cumsum([count_macs(p, c, draws) for p in widths])
         bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, overhead, strict=True)]
     return [{"name": "this net", "own": True, "draws": draws, **bars}]
+
+
+def _read_cascades(run: Run) -> dict[str, Any] | None:
+    """Return the comparison of chains that the run was chosen by, if it was."""
+    file = run.directory / "cascades.json"
+    if not file.is_file():
+        return None
+    table = read_json(file)
+    wanted = ("unit", "samples", "budgets", "best", "chosen_top1", "front", "front_milliseconds")
+    if table.get("format") != "exitwise.cascades" or any(name not in table for name in wanted):
+        raise InputError(f"{file} is not a comparison of cascades: make the run again")
+    return {name: table[name] for name in wanted}
 
 
 def _planned_epochs(run: Run) -> int | None:

@@ -39,7 +39,7 @@ def make_cascade_run(directory: Path, source: DataOptions, options: CascadeOptio
         pairs = build_members(members, given, len(classes), options.weights or ())
         named = read_classes(options.classes, members, classes) if options.classes else None
         net = cascade(pairs, classes=named, class_order=None if named is None else classes, preprocessing=given)
-        _check_classes(net, len(classes))
+        check_classes(net, len(classes))
         costs = count_networks(net, members, given)
         described = describe_cascade(net, costs)
         contents = run_metadata(net.spec or {"net": ",".join(names)}, metadata)
@@ -84,6 +84,7 @@ def describe_cascade(net: Cascade, costs: list[NetworkCost]) -> dict[str, Any]:
     }
 
 
-def _check_classes(net: Cascade, num_classes: int) -> None:
+def check_classes(net: Cascade, num_classes: int) -> None:
+    """Raise InputError unless a cascade has as many classes as the data."""
     if net.num_classes != num_classes:
         raise InputError(f"the networks must have the data's {num_classes} classes, but have {net.num_classes}")

@@ -521,6 +521,22 @@ function costs() {
   update();
 }
 
+// Cascades
+
+function cascades() {
+  const found = data.cascades;
+  if (!found) return;
+  const interval = ([low, high]) => `${metric("top1", low)} to ${metric("top1", high)}`;
+  const cells = (row) => [row.networks.join(" > "), amount(row.cost, found.unit), row.milliseconds === null ? "" : short(row.milliseconds), metric("top1", row.top1), interval(row.interval), metric("nlpd", row.nlpd), metric("ece", row.ece)];
+  const head = ["networks", "cost", "ms", "top-1 %", "95 %", "NLPD", "ECE"];
+  const best = found.budgets.flatMap((budget, i) => found.best[i] ? [[amount(budget, found.unit), ...cells(found.best[i]), found.best[i].gain === null ? "" : signed("top1", found.best[i].gain)]] : []);
+  section("cascades", "Cascades", "Chains of networks",
+    paragraph(`Every chain of up to three networks in every order, cross-fitted on ${grouped(found.samples)} validation images. The gain is against the best network alone within the budget. The best of many chains looks better than it is: choosing in every fold by the others, top-1 is ${found.chosen_top1.map((value) => value === null ? "undefined" : metric("top1", value)).join(", ")} % at these budgets.`),
+    table("Best networks at every budget", ["budget", ...head, "gain"], best),
+    table("No other is better and cheaper, in MACs", head, found.front.map(cells)),
+    found.front_milliseconds ? table("No other is better and cheaper, in measured milliseconds", head, found.front_milliseconds.map(cells)) : "");
+}
+
 // Training
 
 function training() {
@@ -612,7 +628,7 @@ byId("title").textContent = `${data.net.name} on ${data.net.data}`;
 byId("run").textContent = `exitwise report on the run ${data.net.run}`;
 if (data.images && data.images.side < 24) document.documentElement.dataset.pixels = "large";
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && state.point !== null) { state.point = null; showDetail(); state.repaintPoints(); } });
-const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, tables, costs, training, provenance] : [training, provenance];
+const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, tables, cascades, costs, training, provenance] : [training, provenance];
 if (data.explorers) {
   state.step = data.explorers[0].chosen;
   sectionBuilders.splice(sectionBuilders.indexOf(uncertainty), 0, budget);
