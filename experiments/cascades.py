@@ -4,8 +4,8 @@ usage: cascades.py --images DIR --nets DIR --cache DIR [--splits 10]
 
 DIR of --images has a folder of PNG files per class (10,000 test images of CIFAR-10), DIR of --nets the weights of two
 public ResNets. Every network runs once over all images; its trace is kept in --cache. Each of ten splits has 5,000
-images for calibration and thresholds, and 5,000 to test. Rows are in experiments/cascades/results.csv after every split;
-a second call continues there. One thread.
+images for calibration and thresholds, and 5,000 to test. Rows are in experiments/cascades/results.csv after every
+split; a second call continues there. One thread.
 """
 
 import argparse

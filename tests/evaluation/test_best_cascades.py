@@ -62,9 +62,10 @@ def test_budgets_hold_on_average_and_good_chains_win(table: ew.CascadeTable) -> 
     assert "strong" in best[1].networks
     assert best[1].gain is not None
     assert best[1].gain > 0.05
-    assert all(
-        chosen is not None and chosen <= row.top1 + 1e-9 for chosen, row in zip(table.chosen_top1, best, strict=False)
-    )
+    for chosen, row in zip(table.chosen_top1, best, strict=True):
+        assert chosen is not None
+        assert row is not None
+        assert chosen <= row.top1 + 1e-9
     assert "weak > strong" in str(table)
 
 
@@ -121,8 +122,8 @@ def test_joined_traces_add_costs_and_refuse_other_samples() -> None:
         chain_traces([other, shuffled])
     with pytest.raises(ew.InputError, match="the trace of 'b' must have costs in MACs, but has them in ms"):
         ew.best_cascades({"a": other, "b": replace(other, costs=ew.Costs((1.0,), "ms"))}, [2.0])
+    named = [replace(other, classes=names) for names in (("a", "b", "c"), ("a", "c", "b"))]
     with pytest.raises(ew.InputError, match="must have the classes of the first trace"):
-        named = [replace(other, classes=names) for names in (("a", "b", "c"), ("a", "c", "b"))]
         ew.best_cascades({"a": named[0], "b": named[1]}, [2.0])
 
 

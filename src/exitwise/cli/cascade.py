@@ -59,10 +59,10 @@ def _choose_run(
     with progress_bars() as progress:
         chosen = choose_cascade_run(path, data, options, budgets, force, progress)
     if as_json:
-        table = chosen.table.to_dict()
-        table["networks_alone"] = table.pop("networks")
+        compared = chosen.table.to_dict()
+        compared["networks_alone"] = compared.pop("networks")
         networks = [asdict(cost) for cost in chosen.networks]
-        return print_json(run=str(path), networks=networks, chosen=asdict(chosen.row), **table)
+        return print_json(run=str(path), networks=networks, chosen=asdict(chosen.row), **compared)
     out = tables.console()
     for table in tables.best_cascades(chosen.table):
         out.print(table)

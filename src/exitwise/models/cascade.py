@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.nested import describe
+from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.attach.attach import candidate_inputs, split_classifier
 from exitwise.models.attach.graph import ModuleInputs, call_with_inputs
@@ -40,6 +41,10 @@ class MemberInput(nn.Module):
         wanted: Preprocessing of the member's input, with as many channels.
     """
 
+    weights: Tensor
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, given: Preprocessing, wanted: Preprocessing) -> None:
         super().__init__()
         self.given, self.wanted = given, wanted
@@ -55,7 +60,7 @@ class MemberInput(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self.resizes:
-            weights: Tensor = self.weights.to(images.dtype)
+            weights = self.weights.to(images.dtype)
             images = weights @ (images @ weights.T)
         if self.normalizes:
             images = images * self.scale.to(images.dtype) + self.shift.to(images.dtype)
@@ -73,7 +78,7 @@ def _rescale(given: Preprocessing, wanted: Preprocessing, channel: int) -> tuple
     return given.std[channel] / std, (given.mean[channel] - wanted.mean[channel]) / std
 
 
-def resize_weights(given: int, wanted: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def resize_weights(given: int, wanted: int) -> Array:
     """Return the weights (wanted, given) of bilinear resizing along one side, smoothed where the side gets shorter."""
     scale = given / wanted
     centers = (np.arange(wanted) + 0.5)[:, None] * scale
@@ -81,7 +86,8 @@ def resize_weights(given: int, wanted: int) -> np.ndarray[Any, np.dtype[np.float
     if scale < 1:  # beyond the border, the outermost pixel continues
         distances = np.abs(np.arange(given) + 0.5 - np.clip(centers, 0.5, given - 0.5))
     weights = np.maximum(1 - distances, 0)
-    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    normalized: Array = weights / weights.sum(axis=1, keepdims=True)
+    return normalized.astype(np.float32)
 
 
 class CascadeStage(nn.Module):

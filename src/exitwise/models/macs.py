@@ -200,11 +200,11 @@ _COUNTED_POOLS = {getattr(_ATEN, name) for name in ("avg_pool2d", "avg_pool3d", 
 _COUNTED_MEANS = {getattr(_ATEN, name) for name in ("mean", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")}
 
 
-class _ElementCounter(TorchDispatchMode):
+class _ElementCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count activations and pooling as their modules are counted; products are those of PyTorch's own counter."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(
@@ -227,4 +227,4 @@ def _count_operators(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str
     """Count a module's multiplications by running it again: half of PyTorch's FLOPs, activations and pooling."""
     with _ElementCounter() as elements, FlopCounterMode(display=False) as counter:
         module.forward(*args, **kwargs)  # not `module(...)`, whose hook would count it again
-    return int(counter.get_total_flops()) // 2 + elements.count
+    return int(counter.get_total_flops()) // 2 + int(elements.count)
