@@ -1,4 +1,4 @@
-"""Which chain of networks is best at each budget: every chain of up to three in every order, cross-fitted."""
+"""Search for the best chain of networks at each budget: up to three in every order, cross-fitted."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
