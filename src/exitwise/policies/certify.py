@@ -14,7 +14,6 @@ from exitwise.core.predictions import Array, Predictions
 from exitwise.policies.bounds import MeanUpperBound, choose_tightest_bound, estimate_samples_needed
 from exitwise.policies.certificate import Certificate, Guarantee, NotCertifiedError
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import exit_scores
 
 # From 0 to about -8; dense near 0, because near the budget a small difference in cost decides which policy passes.
 _SHIFTS = -0.003 * (1.1 ** np.arange(60) - 1) / 0.1
@@ -39,10 +38,19 @@ class PolicyOutcomes:
 
     @classmethod
     def from_predictions(
-        cls, policies: Sequence[Policy], preds: Predictions, risk: str | None, reference: Array, labels: Array | None
+        cls,
+        policies: Sequence[Policy],
+        preds: Predictions,
+        risk: str | None,
+        reference: Array,
+        labels: Array | None,
+        scores: Array | None = None,
     ) -> "PolicyOutcomes":
-        """Apply the policies to predictions; losses are relative to the classes `reference` (n,)."""
-        scores = exit_scores(preds, policies[0].score)
+        """Apply the policies, all on one score, to predictions; losses are relative to the classes `reference` (n,).
+
+        `scores` (K, n) are by default those that the policies compute.
+        """
+        scores = policies[0].scores(preds) if scores is None else scores
         exits = np.stack([policy.exits_from_scores(scores) for policy in policies])
         predicted = preds.predicted[exits, np.arange(exits.shape[1])]
         if risk == "disagreement":
