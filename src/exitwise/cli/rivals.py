@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "temperature, vector, matrix, Dirichlet, ETS, isotonic, histogram, 'structured matrix', 'geometric ensemble', "
-    "patience, entropy, 'stopping heads', laplace-torch, earlyon, or one of our methods"
+    "patience, entropy, 'stopping heads', laplace-torch, earlyon, 'learned score', or one of our methods"
 )
 
 

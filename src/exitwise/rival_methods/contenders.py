@@ -19,7 +19,9 @@ from exitwise.core.errors import InputError, first_line
 from exitwise.core.predictions import Array, ExitPrediction, Predictions, max_prob
 from exitwise.core.stopping import stopping_is_right
 from exitwise.core.ties import break_ties
-from exitwise.policies.scores import exit_scores
+from exitwise.policies.learned_score import EARLIER_FEATURES, FEATURES
+from exitwise.policies.score_choice import fit_score
+from exitwise.policies.scores import LEARNED, exit_scores
 from exitwise.rival_methods import external
 from exitwise.rival_methods.calibrators import CALIBRATORS, MAX_MATRIX_SIZE, Calibrator, Fit
 from exitwise.rival_methods.geometric import combine, fit_geometric_ensemble
@@ -61,6 +63,7 @@ class Arena:
         if trace.test is None:
             raise InputError("the trace has no test split, which rivals are compared on")
         self.trace, self.val, self.test, self.seed = trace, trace.val, trace.test, seed
+        self._calibrations: dict[str, tuple[Calibration, float]] = {}
 
     def logits(self, split: Split, k: int) -> Tensor:
         """Return the logits (n, c) of exit k in float64."""
@@ -81,6 +84,14 @@ class Arena:
                 yield ExitPrediction.from_log_probs(result.float().numpy())
 
         return Predictions((self.trace.num_exits, len(split), self.trace.num_classes), exits)
+
+    def calibrate(self, name: str) -> tuple[Calibration, float]:
+        """Return the calibration by a method of ours, and the seconds that it took; a second call finds it done."""
+        if name not in self._calibrations:
+            start = perf_counter()
+            calibration = Tuner(self.trace, seed=self.seed).calibrate(name)
+            self._calibrations[name] = (calibration, perf_counter() - start)
+        return self._calibrations[name]
 
     @cached_property
     def vanilla(self) -> Calibration:
@@ -136,15 +147,25 @@ def _by_confidence(val: Predictions, test: Predictions, seconds: float, macs: in
     return Contender(test, exit_scores(val), exit_scores(test), seconds, macs)
 
 
-def _run_method(name: str) -> Callable[[Arena], Contender]:
+def _run_method(name: str, score: str = "confidence") -> Callable[[Arena], Contender]:
     def run(arena: Arena) -> Contender:
+        calibration, seconds = arena.calibrate(name)
+        val, test = calibration.predict(arena.val), calibration.predict(arena.test)
+        macs = method_macs(calibration.method, arena.trace)
         start = perf_counter()
-        calibration = Tuner(arena.trace, seed=arena.seed).calibrate(name)
-        seconds = perf_counter() - start
-        preds = (calibration.predict(arena.val), calibration.predict(arena.test))
-        return _by_confidence(*preds, seconds, method_macs(calibration.method, arena.trace))
+        fitted = fit_score(val, arena.val.labels.numpy(), arena.trace.costs, score)
+        seconds += perf_counter() - start
+        if fitted.name == LEARNED:
+            macs += learned_score_macs(arena.trace)
+        return Contender(test, fitted.scores, exit_scores(test, fitted.name, fitted.model), seconds, macs)
 
     return run
+
+
+def learned_score_macs(trace: Trace) -> int:
+    """Return the MACs of the learned score: entropy and largest probabilities, then the weighted sum of features."""
+    own, earlier = len(FEATURES), len(EARLIER_FEATURES)
+    return sum(4 * trace.num_classes + own + earlier * k + 1 for k in range(trace.num_exits - 1))
 
 
 def method_macs(method: Method, trace: Trace) -> int:
@@ -270,6 +291,7 @@ _OURS_KIND, _CALIBRATION, _RULE, _SOFTWARE = "exitwise", "calibration", "exit ru
 
 ENTRIES: Mapping[str, Entry] = {
     **{name: Entry(_run_method(name), name, _OURS_KIND, "exitwise") for name in OUR_METHODS},
+    "learned score": Entry(_run_method(AUTO, LEARNED), "auto, learned score", _OURS_KIND, "exitwise"),
     **{
         name: Entry(_run_calibrator(name), name if name in ("ETS",) else f"{name} scaling", _CALIBRATION, source)
         for name, source in {
