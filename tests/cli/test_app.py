@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import random_trace
-from command import Command, contents, new_run, zoo_run
+from command import Command, contents, new_run, with_paper_method, zoo_run
 from image_files import write_cifar
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,11 @@ import exitwise as ew
 from exitwise.calibration.trace import HeadWeights
 
 pytestmark = pytest.mark.numerical
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")

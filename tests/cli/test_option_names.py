@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import random_trace
-from command import Command, new_run, zoo_run
+from command import Command, new_run, with_paper_method, zoo_run
 from PIL import Image
 
 import exitwise as ew
@@ -24,6 +24,11 @@ from exitwise.runs.labels import model_labels
 from exitwise.runs.machine_load import describe_load, measure_load
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.history import EpochRecord, History
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from cases import random_trace
-from command import Command, contents, new_run, perform, zoo_run
+from command import Command, contents, new_run, perform, with_paper_method, zoo_run
 from image_files import write_cifar
 from oracles import calibration_error
 from PIL import Image
@@ -48,6 +48,11 @@ pytestmark = pytest.mark.numerical
 SETTINGS: dict[str, Any] = {"samples": 7, "seed": 3, "mode": "exact"}
 MS = ew.Costs((2.0, 3.0, 7.3), "ms")
 THRESHOLDS = (0.5, 0.5, float("-inf"))
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @cache

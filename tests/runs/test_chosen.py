@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Command, contents
+from command import Command, contents, with_paper_method
 from paths import TESTS
 from PIL import Image
 
@@ -15,6 +15,11 @@ from exitwise.calibration.methods import OURS
 from exitwise.report.build import ReportOptions, build_report
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture

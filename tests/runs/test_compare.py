@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases import random_trace
-from command import Command, contents, zoo_run
+from command import Command, contents, with_paper_method, zoo_run
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA, get_method
@@ -29,6 +29,11 @@ from exitwise.runs.run import Run, run_metadata
 pytestmark = pytest.mark.numerical
 
 STRATEGIES = ["public", "geometric", "optimized", "label_free", "auto", "certified"]
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 class TestBootstrap:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import Command
+from command import Command, with_paper_method
 from paths import TESTS
 
 import exitwise as ew
@@ -18,6 +18,11 @@ FORMER = TESTS / "former"
 
 # Another CPU sums in another order: answers differ in the last bits of float32.
 TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")

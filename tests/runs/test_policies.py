@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from classifier_cases import SHAPE, pictures, tiny
-from command import Command, contents
+from command import Command, contents, with_paper_method
 from PIL import Image
 
 import exitwise as ew
@@ -24,6 +24,11 @@ from exitwise.runs.run import run_metadata
 pytestmark = pytest.mark.numerical
 
 DIGITS = ew.Preprocessing(8, (0.3053,), (0.3760,))  # what a run on digits does to a picture's bytes
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ class CrossValidation:
                 rows.append(cache[k, point])
             pool = fit_pool([row[~test] for row in rows], self._labels[~test])
             tested = [row[test] for row in rows]
-            out[:, test] = torch.stack(list(pool_log_true(pool, tested, self._labels[test]))).float()
+            out[:, test] = pool_log_true(pool, tested, self._labels[test]).float()
         return out
 
 
