@@ -46,9 +46,9 @@ Command = Callable[..., Outcome]
 
 
 def with_paper_method(exitwise: Command) -> Command:
-    """The command with the paper's method where none is given: for tests of other things than the choice of a method.
+    """The command with the paper's method and score where none is given: for tests of other things than their choice.
 
-    Where a run has a chosen classifier, its method stays.
+    Where a run has a chosen classifier, its method and score stay.
     """
 
     def run(command: object, *arguments: object) -> Outcome:
@@ -56,13 +56,14 @@ def with_paper_method(exitwise: Command) -> Command:
         uses_choice = command in ("predict", "export", "bench", "report")
         folder = Path(words[0]) if words else Path()
         is_run = (folder / "run.json").is_file() and not (uses_choice and (folder / "chosen.safetensors").exists())
-        if "--method" in words or not is_run:
+        if not is_run or not (uses_choice or command in ("calibrate", "evaluate", "policies")):
             return exitwise(command, *arguments)
-        if command == "policies":
-            return exitwise(command, *arguments, "--method", VANILLA, "--method", OURS)
-        if uses_choice or command in ("calibrate", "evaluate"):
-            return exitwise(command, *arguments, "--method", OURS)
-        return exitwise(command, *arguments)
+        more = []
+        if "--method" not in words:
+            more += ["--method", VANILLA, "--method", OURS] if command == "policies" else ["--method", OURS]
+        if "--score" not in words and command not in ("calibrate", "report"):
+            more += ["--score", "confidence"]
+        return exitwise(command, *arguments, *more)
 
     return run
 

@@ -249,6 +249,11 @@ class PolicyFitter:
         self._cross_fitted: dict[tuple[float, str], Array] = {}
         self._samples = np.arange(samples)
 
+    @property
+    def score_choice(self) -> dict[str, Any] | None:
+        """What `score="auto"` compared, as in `PolicyFit.score_choice`; None if the score was given."""
+        return self._fitted_score.choice_to_dict()
+
     def certify(
         self,
         certificate: Certificate,
@@ -428,7 +433,7 @@ class PolicyFitter:
             value=sign * float(values[best]),
             held_out=sign * float(held_out_values[best].mean()) if exits else None,
             portfolio={name: sign * value for name, value in portfolio.items()},
-            score_choice=self._fitted_score.choice_to_dict(),
+            score_choice=self.score_choice,
         )
         q = self._search.q(budget) if best == "geometric" else None
         thresholds = self._search.thresholds(cutoffs[best])
