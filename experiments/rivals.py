@@ -1,17 +1,19 @@
 """Our methods beside those of others on the shipped trace, `ew.rivals`, with the packages of the extra `rivals`.
 
-usage: rivals.py [--table]
+usage: rivals.py [--fill]
 
-Results go to experiments/rivals/results.json; `--table` only prints the tables of docs/comparison.md from it. Five
-minutes with one thread; no dataset is needed.
+Results go to experiments/rivals/results.json, and its tables, with that of splits.py, into docs/comparison.md, each
+behind its name in a comment; `--fill` does only the latter. Five minutes with one thread; no dataset is needed.
 """
 
 import argparse
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import splits
 import torch
 from results import machine, rounded
 
@@ -19,6 +21,7 @@ import exitwise as ew
 from exitwise.core.files import write_json
 
 RESULTS = Path(__file__).parent / "rivals" / "results.json"
+PAGE = Path(__file__).parent.parent / "docs" / "comparison.md"
 PACKAGES = ("earlyon", "laplace-torch", "probmetrics")
 
 
@@ -53,7 +56,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     risks = results["risk_control"]
     epsilons = list(dict.fromkeys(row["epsilon"] for row in risks))
     controlled = [
-        "| | " + " | ".join(f"{100 * e:g} allowed" for e in epsilons) + " |",
+        "| | " + " | ".join(f"at most {100 * e:g}" for e in epsilons) + " |",
         "|---|" + "---|" * len(epsilons),
     ]
     for name in dict.fromkeys(row["name"] for row in risks):
@@ -66,10 +69,22 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return {"rivals": "\n".join(rows), "differences": "\n".join(ends), "risk control": "\n".join(controlled)}
 
 
+def filled(page: str) -> str:
+    """The page with its tables as the results have them now."""
+    texts = tables(json.loads(RESULTS.read_text(encoding="utf-8")))
+    texts["few labels"] = splits.table(splits.read())
+    for name, text in texts.items():
+        page, number = re.subn(
+            rf"<!-- {name} -->\n(\|.*\n)*", lambda _, name=name, text=text: f"<!-- {name} -->\n{text}\n", page
+        )
+        if number != 1:
+            raise ValueError(f"{PAGE.name} must have one place for the table {name!r}, but has {number}")
+    return page
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="only print the tables of the results that are there")
-    if not parser.parse_args().table:
+    parser.add_argument("--fill", action="store_true", help="only fill in the results that are there")
+    if not parser.parse_args().fill:
         main()
-    for name, text in tables(json.loads(RESULTS.read_text(encoding="utf-8"))).items():
-        print(f"<!-- {name} -->\n{text}\n")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

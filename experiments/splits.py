@@ -147,7 +147,7 @@ def plot(rows: list[dict[str, str]]) -> None:
     from matplotlib import pyplot
 
     found = means(rows)
-    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
     names = {"top1": "top-1, %", "nlpd": "NLPD", "ece": "ECE"}
     for axis, (name, label) in zip(axes, names.items(), strict=True):
         factor = 100 if name == "top1" else 1
@@ -164,7 +164,7 @@ def plot(rows: list[dict[str, str]]) -> None:
         axis.set_xticks(SIZES, [f"{size:,}" for size in SIZES], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=7.5)
     figure.savefig(FIGURE, dpi=110)
 
 

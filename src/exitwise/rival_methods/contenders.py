@@ -109,7 +109,7 @@ class Arena:
 
     @cached_property
     def has_too_many_classes(self) -> bool:
-        """Whether a matrix of classes times classes would take minutes to fit."""
+        """True if a matrix of classes times classes would take minutes to fit."""
         return len(self.val) * self.trace.num_classes**2 > MAX_MATRIX_SIZE
 
 
@@ -208,7 +208,8 @@ def _run_rule(score: str, macs: int) -> Callable[[Arena], Contender]:
 def _run_geometric(arena: Arena) -> Contender:
     trace = arena.trace
     start = perf_counter()
-    log_probs = [arena.logits(arena.val, k).log_softmax(dim=1) for k in range(trace.num_exits)]
+    # Half of the memory of float64, in which the sums are.
+    log_probs = [arena.logits(arena.val, k).log_softmax(dim=1).float() for k in range(trace.num_exits)]
     fitted = [fit_geometric_ensemble(log_probs[: k + 1], arena.val.labels) for k in range(trace.num_exits)]
     seconds = perf_counter() - start
 
@@ -217,7 +218,7 @@ def _run_geometric(arena: Arena) -> Contender:
 
         def exit_log_probs(k: int) -> Tensor:
             del parts[k:]  # another pass over the exits
-            parts.append(arena.logits(split, k).log_softmax(dim=1))
+            parts.append(arena.logits(split, k).log_softmax(dim=1).float())
             return combine(parts, *fitted[k])
 
         return arena.predictions(split, exit_log_probs)
