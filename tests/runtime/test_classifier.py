@@ -82,6 +82,27 @@ class TestAsSimulated:
             pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
             assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
+    @pytest.mark.parametrize("method", [VANILLA, OURS, "Pool"])
+    def test_the_learned_score(self, method: str) -> None:
+        net, trace = tiny()
+        calibration, images = calibrated(method), some_images(257)
+        val, preds = calibration.predict(trace.val), simulated(net, calibration, images)
+        for share in (0.3, 0.6):
+            first, *_, last = trace.costs.values
+            budget = first + share * (last - first)
+            policy = ew.fit_policy(val, trace.val.labels, trace.costs, budget=budget, score="learned")
+            assert policy.score_model is not None
+            assert not policy.score_model.is_confidence
+            clf = ew.Classifier(net, calibration, policy)
+            pred = clf(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
+            assert len(set(pred.exits.tolist())) > 1
+            answers = list(clf.stream(iter(images), batch_size=17))
+            exits = torch.tensor([answer.exit for answer in answers])
+            assert_as_simulated(policy, preds, exits, torch.stack([torch.as_tensor(a.probs) for a in answers]))
+            controller = ew.BudgetController(policy)
+            assert len(list(clf.stream(iter(images), batch_size=17, controller=controller))) == 257
+
     @pytest.mark.parametrize("method", [VANILLA, "MIE T_opt"])
     def test_entropy_without_draws(self, method: str) -> None:
         net, calibration, images = tiny()[0], calibrated(method), some_images(100)

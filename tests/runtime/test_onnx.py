@@ -78,6 +78,18 @@ def color_classifier(method: str, mode: Any = "paper", score: str = "confidence"
     return ew.Classifier(net, calibration, ew.Policy((half, -inf), score), preprocessing=COLOR_PREPROCESSING, **options)
 
 
+def learned_classifier() -> ew.Classifier:
+    net, trace = color_net()
+    calibration = ew.calibrate(trace, "Pool")
+    budget = sum(trace.costs.values) / 2
+    policy = ew.fit_policy(
+        calibration.predict(trace.val), trace.val.labels, trace.costs, budget=budget, score="learned"
+    )
+    assert policy.score_model is not None
+    assert not policy.score_model.is_confidence
+    return ew.Classifier(net, calibration, policy, preprocessing=COLOR_PREPROCESSING)
+
+
 def color_images(n: int) -> Tensor:
     return pictures(n, SHAPE, 5, 3)[0]
 
@@ -86,6 +98,7 @@ KINDS: dict[str, Callable[[], ew.Classifier]] = {
     "vanilla, optimized": lambda: color_classifier(VANILLA).optimize(),
     "exact, by entropy": lambda: color_classifier(OURS, "exact", "entropy"),
     "by variance": lambda: color_classifier(OURS, score="variance", classes=CLASSES),
+    "by a learned score": learned_classifier,
     "MSDNet": lambda: classifier(OURS, preprocessing=BYTES),
 }
 
