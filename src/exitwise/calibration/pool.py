@@ -230,7 +230,8 @@ def pool_nlpd(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: 
 def pool_log_true(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> Tensor:
     """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block."""
     ensemble, blocks = ENSEMBLES["pool"], []
-    for part in torch.arange(len(labels)).split(max(1, _BLOCK // log_probs[0].shape[1])):
+    size = max(1, _BLOCK // log_probs[0].shape[1])
+    for part in (slice(start, start + size) for start in range(0, len(labels), size)):
         state, rows = None, []
         for exit, own in zip(pool, log_probs, strict=True):
             pooled, state = ensemble.advance_log_probs(state, own[part], exit)
