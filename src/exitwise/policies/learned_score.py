@@ -8,6 +8,7 @@ score, so that a few hundred labels suffice.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _PENALTY = 20.0  # on each squared, standardized weight; chosen on the validatio
 _MARGIN_PENALTY = 0.1  # on the margin's: only keeps it finite if the margin separates the samples
 _MIN_SPREAD = 1e-6  # standard deviation below which a feature counts as constant
 _MAX_STEPS = 50
+_MAX_LOGIT = 700.0  # exp of more overflows
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,12 @@ class LearnedScore:
         weights = self.exits[exit]
         if weights is None:
             return summary[:, 0]
-        # Sums in a fixed order: a score does not depend on the other samples of its batch.
-        logits = weights[0] + _weighted_sum(weights[1:], _list_features(summary, state))
-        with np.errstate(over="ignore"):
-            return np.asarray(1 / (1 + np.exp(-logits)))
+        intercept, own, earlier = _split_weights(weights)
+        # Products are summed sample by sample: a score does not depend on the other samples of its batch.
+        logits = (summary[:, :4] * own).sum(axis=1) + intercept
+        if state is not None:
+            logits += (state[:, ::2] * earlier[0] + (state[:, 1::2] == summary[:, 4:]) * earlier[1]).sum(axis=1)
+        return np.asarray(1 / (1 + np.exp(-np.maximum(logits, -_MAX_LOGIT))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict."""
@@ -115,13 +119,12 @@ def summarize(pred: ExitPrediction) -> Array:
     probs = pred.probs
     classes = probs.shape[1]
     summary = np.zeros((len(probs), 5))
-    if classes > 3:
-        top = np.partition(probs, (classes - 3, classes - 2, classes - 1), axis=1)[:, :-4:-1]
+    if classes > 3 and len(probs) > 1:  # sorting a single sample is faster
+        probs_by_size = np.partition(probs, (classes - 3, classes - 2, classes - 1), axis=1)
     else:
-        top = np.sort(probs, axis=1)[:, ::-1]
-    summary[:, : top.shape[1]] = top
-    with np.errstate(invalid="ignore"):
-        summary[:, 3] = negative_entropy(pred)
+        probs_by_size = np.sort(probs, axis=1)
+    summary[:, : min(classes, 3)] = probs_by_size[:, :-4:-1]
+    summary[:, 3] = negative_entropy(pred)
     summary[:, 4] = probs.argmax(axis=1)
     return summary
 
@@ -136,11 +139,11 @@ def _list_features(summary: Array, state: ScoreState) -> list[Array]:
     return features
 
 
-def _weighted_sum(weights: Sequence[float], features: Sequence[Array]) -> Array:
-    total = weights[0] * features[0]
-    for weight, feature in zip(weights[1:], features[1:], strict=True):
-        total += weight * feature
-    return np.asarray(total)
+@lru_cache(maxsize=256)
+def _split_weights(weights: tuple[float, ...]) -> tuple[float, Array, Array]:
+    """Return the intercept, the weights (4,) of a summary, and those (2, j) of j earlier exits."""
+    intercept, margin, top, third, entropy, *earlier = weights
+    return intercept, np.array([margin + top, -margin, third, entropy]), np.array(earlier).reshape(-1, 2).T
 
 
 def summaries_of(preds: Predictions) -> Array:
