@@ -255,7 +255,8 @@ def _run_stopping_heads(arena: Arena) -> Contender:
 
 
 def _run_laplace_torch(arena: Arena) -> Contender:
-    import laplace  # noqa: F401 - its import is not part of the time to fit
+    with external.quiet():
+        import laplace  # noqa: F401 - its import is not part of the time to fit
 
     start = perf_counter()
     parts = zip(arena.trace.heads, arena.val.features, strict=True)
