@@ -171,8 +171,8 @@ def _risk_table(table: "RivalTable") -> "RichTable":
     from exitwise.cli import tables
 
     caption = (
-        "\nCost in percent of the last exit's; lost: points of top-1 lost against it on the test split. Calibrated with "
-        "temperatures\non half of the validation samples, controlled on the other half."
+        "\nCost in percent of the last exit's; lost: points of top-1 lost against it on the test split.\n"
+        "Calibrated with temperatures on half of the validation samples, controlled on the other half."
     )
     epsilons = list(dict.fromkeys(row.epsilon for row in table.risk_control))
     points = " and ".join([", ".join(f"{100 * e:g}" for e in epsilons[:-1]), f"{100 * epsilons[-1]:g}"])
