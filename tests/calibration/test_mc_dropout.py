@@ -132,7 +132,7 @@ class TestMethods:
         refused(lambda: get_method("MC dropout 1.5"), "`dropout` must be None or a rate between 0 and 1")
         refused(lambda: get_method("mc dropuot"), "did you mean 'MC dropout'")
         refused(lambda: get_method("Laplace 0.5"), "'Laplace 0.5'")
-        refused(lambda: get_method("xyz"), "'MIE Laplace'", "'MIE MC dropout T_opt'")
+        refused(lambda: get_method("xyz"), "'MIE Laplace T_opt sigma_opt'", "'MC dropout T_opt'")
 
 
 class TestMasks:

@@ -66,7 +66,7 @@ class TestMethods:
     def test_others_are_refused(self) -> None:
         refused(lambda: ew.Method(ensemble="product"), "`ensemble` must be None, 'mie' or 'poe'")  # type: ignore[arg-type]
         refused(lambda: get_method("poe laplas"), "did you mean 'PoE Laplace'")
-        refused(lambda: get_method("xyz"), "'MIE Laplace'", "'PoE Laplace'")
+        refused(lambda: get_method("xyz"), "'MIE Laplace T_opt sigma_opt'", "'PoE T_opt'")
 
 
 class TestPrediction:
@@ -302,6 +302,7 @@ class TestNoVariance:
     def test_so_does_a_command(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")
         arguments = ("--method", "PoE Laplace", "--score", "variance", "--budget", "50%")
+        (tmp_path / "cat.png").touch()
         done = exitwise("predict", run, tmp_path / "cat.png", *arguments)
         assert (done.status, done.out) == (2, "")
         assert "'variance' needs draws: choose a method with Laplace or MC dropout, without product" in done.err

@@ -140,6 +140,7 @@ def test_evaluate_is_the_library_at_that_budget(run: Path, exitwise: Command) ->
     assert " all " in text
 
 
+@pytest.mark.slow
 def test_a_budget_in_milliseconds_where_costs_are(run: Path, exitwise: Command) -> None:
     trace = ew.Trace.load(run / "trace.safetensors")
     (run / "trace.safetensors").unlink()

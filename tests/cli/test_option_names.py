@@ -171,6 +171,7 @@ class TestLabels:
         assert model_labels(None)["MSDNet (vanilla)"] == "plain"
         assert model_labels("not a preset any more")["MSDNet (vanilla)"] == "plain"
 
+    @pytest.mark.slow
     def test_evaluate_and_ablate(self, run: Path, exitwise: Command) -> None:
         for words in (["evaluate", run, "--budget", "90%"], ["ablate", run, "--samples", "4"], ["policies", run]):
             done = exitwise(*words)

@@ -502,6 +502,7 @@ class TestMaxLoss:
         assert done.status == 0, done.err
         assert done.json["methods"]["T_opt"]["policy"]["guarantee"]["risk_limit"] <= 0.001
 
+    @pytest.mark.slow
     def test_later_commands_keep_the_loss(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
         assert exitwise("evaluate", run, "--max-loss", "2", "--method", "T_opt").status == 0
         done = exitwise("export", run, tmp_path / "bundle", "--json")

@@ -103,8 +103,8 @@ def train_new_run(
     except TrainingInterruptedError:
         raise
     except Exception:
-        # A run without a complete epoch would only block the next attempt, such as one with --skip-unreadable.
-        if rank() == 0 and not (directory / "history.csv").exists():
+        # A run without a checkpoint would only block the next attempt, such as one with --skip-unreadable.
+        if rank() == 0 and _has_no_checkpoint(trainer, directory):
             shutil.rmtree(directory, ignore_errors=True)
         raise
 
