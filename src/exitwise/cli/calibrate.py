@@ -41,7 +41,7 @@ def calibrate(
         calibration = tuner.calibrate(calibration_method)
         vanilla = tuner.calibrate(VANILLA)
     calibration.save(opened.calibration_file(calibration_method))
-    notes = describe_values_at_bounds(calibration)
+    notes = describe_values_at_bounds(calibration, opened.search_command(calibration_method))
     if as_json:
         return print_json(**calibration.to_dict(), notes=notes)
     out = tables.console()
