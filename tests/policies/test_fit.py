@@ -471,5 +471,5 @@ class TestCheapestPolicyForALoss:
     def test_a_loss_that_no_policy_meets(self) -> None:
         preds, labels, costs = self.data(n=300)
         perfect = np.eye(4)[labels][None]
-        with pytest.raises(InputError, match=r"no policy loses at most 1 %.*the smallest loss is"):
+        with pytest.raises(InputError, match=r"no policy loses at most 1 points .*the smallest loss is"):
             ew.fit_policy(preds, labels, costs, budget=None, max_loss=0.01, reference=perfect)
