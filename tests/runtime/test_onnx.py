@@ -270,6 +270,11 @@ class TestImagesRefused:
         session = Session(bundle("by variance")[1], threads=1)
         refused(lambda: session(images))
 
+    def test_floats_in_the_layout_of_bytes(self, bundle: Bundle) -> None:
+        session = Session(bundle("by variance")[1], threads=1)
+        pixels = np.zeros((20, 30, 3), dtype=np.float64)
+        refused(lambda: session(pixels), "(height, width, 3) is for RGB bytes (uint8), but these are float64")
+
     def test_pixels_that_are_not_normalized(self, bundle: Bundle) -> None:
         clf, path = bundle("by variance")
         pixels = np.random.default_rng(0).integers(0, 256, (4, *SHAPE)).astype(np.float64)
