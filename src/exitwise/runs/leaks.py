@@ -55,7 +55,7 @@ def warn_of_shared_images(splits: data.Splits[Any]) -> None:
     """Log in one line how many image files of a split have the same content as files of another."""
     named = {"training": splits.train, "validation": splits.val, "test": splits.test}
     sets = {name: part for name, part in named.items() if isinstance(part, ImageFileSet)}
-    notes = []
+    notes: list[str] = []
     for ours, theirs in (("training", "validation"), ("training", "test"), ("validation", "test")):
         if ours in sets and theirs in sets and (pairs := find_shared_files(sets[ours], sets[theirs])):
             first, second = pairs[0]
