@@ -101,7 +101,7 @@ def run(classes: int, features: int, samples: int) -> Iterator[dict[str, Any]]:
             dense, ours = (measure(partial(f, trace.curvature[0], draws)) for f in (dense_posteriors, draw_posteriors))
             ratios.append(round(dense["CPU seconds"] / ours["CPU seconds"], 2))
         result["dense posteriors / ours, CPU time"] = {"median": median(ratios), "all": ratios}
-    yield add("full method", lambda: kept.update(calibration=ew.calibrate(trace)))
+    yield add("full method", lambda: kept.update(calibration=ew.calibrate(trace, OURS)))
     calibration: ew.Calibration = kept["calibration"]
     yield add("its predictions", lambda: calibration.predict(trace.val).predicted)
     with TemporaryDirectory() as directory:
