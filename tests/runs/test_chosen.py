@@ -48,6 +48,7 @@ def test_export_uses_the_evaluated_method_and_policy(run: Path, tmp_path: Path, 
     assert "margin thresholds by auto (as evaluated)" in err
 
 
+@pytest.mark.slow
 def test_the_trace_is_not_read(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%").status == 0
     (run / "trace.safetensors").unlink()
@@ -67,6 +68,7 @@ def test_a_certified_classifier_is_kept_with_its_calibration(run: Path, tmp_path
     assert on_all_samples is None or on_all_samples.temperatures != chosen.calibration.temperatures
 
 
+@pytest.mark.slow
 def test_options_replace_parts_of_the_choice(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%", "--method", "T_opt", "--score", "margin").status == 0
     before = contents(run)

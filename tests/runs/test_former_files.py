@@ -68,6 +68,7 @@ def test_a_bundle(images: torch.Tensor, expected: Any) -> None:
     torch.testing.assert_close(probs, torch.tensor(expected["bundle_probs"]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_with_its_policy(run: Path, exitwise: Command, tmp_path: Path) -> None:
     """A former run has no chosen classifier: its policy's budget, score and certificate are fitted again."""
     assert Run(run).chosen() is None

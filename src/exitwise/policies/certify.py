@@ -173,7 +173,7 @@ class FixedSequenceTest:
         cheapest = self.last_passing("loss", range(most_expensive, -1, -1), held_out, None)
         if cheapest is None or cheapest > selected:
             failed = most_expensive if cheapest is None else selected
-            raise NotCertifiedError(self._explain_loss_failure(failed, held_out))
+            raise NotCertifiedError(self._explain_loss_failure(failed, held_out, budget))
         return cheapest if budget is None else selected
 
     def _explain_cost_failure(self, held_out: PolicyOutcomes, budget: float) -> str:
@@ -190,12 +190,13 @@ class FixedSequenceTest:
                 return f"{claim}; about {needed:,} suffice for a policy that costs {100 * cost / budget:.0f} % of that"
         return f"{claim}; use a larger budget or more samples"
 
-    def _explain_loss_failure(self, index: int, held_out: PolicyOutcomes) -> str:
+    def _explain_loss_failure(self, index: int, held_out: PolicyOutcomes, budget: float | None) -> str:
         """Explain that a loss cannot be certified, with the observed loss and the sample size that suffices."""
         values, counts = self._to_unit_interval("loss"), self._count_values("loss", index, held_out)
         observed = self._from_unit_interval("loss", float(values @ counts / counts.sum()))
         needed = estimate_samples_needed(values, counts, self._get_limit("loss", None), self._get_delta("loss"))
-        advice = "no number of samples suffices: allow more loss, or a larger budget"
+        advice = "no number of samples suffices: allow more loss"
+        advice += ", or use another calibration method" if budget is None else ", or a larger budget"
         if needed is not None:
             advice = f"about {needed:,} such samples suffice"
         claim = f"a loss in {self._certificate.risk} of at most {100 * (self._certificate.epsilon or 0):.4g} %"

@@ -376,8 +376,8 @@ class PolicyFitter:
         if best is None:
             smallest = min(loss for _, loss in tried.values())
             raise InputError(
-                f"no policy loses at most {100 * max_loss:.4g} % in {risk} on these samples; "
-                f"the smallest loss is {100 * smallest:.2f} %: allow more, or use another calibration method"
+                f"no policy loses at most {100 * max_loss:.4g} points of {risk} (`max_loss`) on these samples; "
+                f"the smallest loss is {100 * smallest:.2f} points: allow more, or use another method, such as T_opt"
             )
         below = max((budget for budget in coarse if budget < best), default=best)
         fine = np.linspace(below, best, _NUM_FINE_BUDGETS + 2)[1:-1].tolist() if below < best else []

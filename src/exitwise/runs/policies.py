@@ -306,7 +306,7 @@ def evaluate_run(
         name, pair = _evaluate_vanilla(Run(other), spent, costs.unit)
         models[name] = pair
     samples["tested_on"] = {"split": "test", "samples": len(trace.test)}
-    notes = describe_values_at_bounds(chosen.calibration)
+    notes = describe_values_at_bounds(chosen.calibration, run.search_command(method))
     max_loss = None
     if budget is None:
         last = evaluate(plain_preds, labels=trace.test.labels, policy=policy, costs=costs).per_exit[-1].top1
