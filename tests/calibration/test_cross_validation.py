@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import exitwise as ew
 from exitwise.calibration import selection
 from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.cross_validation import CANDIDATES, CrossValidation, candidate_methods, choose_samples, select
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, get_method, parse_method
-from exitwise.calibration.selection import CANDIDATES, CrossValidation, candidate_methods, choose_samples, select
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
 from exitwise.runs.run import Run
 
