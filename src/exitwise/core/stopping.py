@@ -1,4 +1,4 @@
-"""When stopping is right: the target that exit scores are judged by and learned from. NumPy only."""
+"""The event that stopping is right: the target that exit scores are judged by and learned from. NumPy only."""
 
 from typing import Any
 

@@ -8,7 +8,8 @@ from exitwise.core.predictions import Array
 from exitwise.core.predictions import check_labels as check_labels
 from exitwise.core.predictions import log_true as _log_true
 from exitwise.core.stopping import StoppingRanks as StoppingRanks
-from exitwise.core.stopping import find_ties, sorted_auroc
+from exitwise.core.stopping import find_ties as _find_ties
+from exitwise.core.stopping import sorted_auroc as _sorted_auroc
 from exitwise.core.stopping import stopping_is_right as stopping_is_right
 
 BINS = 10
@@ -164,7 +165,7 @@ def auroc(confidence: Array, correct: Array) -> float:
         >>> ew.metrics.auroc(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, False, True, False]))
         0.75
     """
-    return sorted_auroc(*_sort_by_confidence(confidence, correct))
+    return _sorted_auroc(*_sort_by_confidence(confidence, correct))
 
 
 def aurc(confidence: Array, correct: Array) -> float:
@@ -207,7 +208,7 @@ def ranking_metrics(confidence: Array, correct: Array) -> dict[str, float]:
     ordered = _sort_by_confidence(confidence, correct)
     return {
         "adaptive_ece": _sorted_adaptive_ece(*ordered, bins=BINS),
-        "auroc": sorted_auroc(*ordered),
+        "auroc": _sorted_auroc(*ordered),
         "aurc": _sorted_aurc(*ordered),
     }
 
@@ -277,14 +278,14 @@ def _sort_by_confidence(confidence: Array, correct: Array) -> tuple[Array, Array
 
 def _sorted_adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
     edges = np.linspace(0, len(confidence), bins + 1).astype(np.int64)
-    starts, sizes = find_ties(confidence)
+    starts, sizes = _find_ties(confidence)
     expected = np.repeat(np.add.reduceat(correct, starts) / sizes, sizes)  # the order of ties is arbitrary
     sums = np.concatenate([[0.0], np.cumsum(confidence - expected)])
     return float(np.abs(np.diff(sums[edges])).sum() / len(confidence))
 
 
 def _sorted_aurc(confidence: Array, correct: Array) -> float:
-    starts, sizes = find_ties(confidence)
+    starts, sizes = _find_ties(confidence)
     # The order of ties is arbitrary: each gets the error rate of its run.
     error = np.repeat(1 - np.add.reduceat(correct, starts) / sizes, sizes)
     return float((np.cumsum(error) / np.arange(1, len(error) + 1)).mean())

@@ -251,7 +251,7 @@ class PolicyFitter:
 
     @property
     def score_choice(self) -> dict[str, Any] | None:
-        """What `score="auto"` compared, as in `PolicyFit.score_choice`; None if the score was given."""
+        """Scores that `score="auto"` compared, as in `PolicyFit.score_choice`; None if the score was given."""
         return self._fitted_score.choice_to_dict()
 
     def certify(

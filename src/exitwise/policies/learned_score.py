@@ -69,7 +69,7 @@ class LearnedScore:
 
     @property
     def is_confidence(self) -> bool:
-        """Whether nothing could be learned at any exit: the score is then the confidence everywhere."""
+        """True if nothing could be learned at any exit: the score is then the confidence everywhere."""
         return all(weights is None for weights in self.exits)
 
     def compute(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
