@@ -15,3 +15,13 @@ def advise(samples: int) -> str:
         f"With {samples:,} labeled samples: Pool or PoE without Laplace, or temperature alone if the table shows no "
         f"clear gain; fewer than {FEWEST} were not tried, so that more labels are worth their price."
     )
+
+
+def note_few_labels(samples: int) -> list[str]:
+    """Return a note if there are fewer labeled validation samples than any method was tried with, else nothing."""
+    if samples >= FEWEST:
+        return []
+    return [
+        f"There are only {samples} labeled validation samples: calibration and thresholds are rough. Collect at least "
+        f"{FEWEST}, or choose the simplest method with --method T_opt --score confidence."
+    ]

@@ -23,6 +23,7 @@ from exitwise.policies.fit import PolicyFitter, check_fit_arguments, fit_policy,
 from exitwise.policies.policy import Policy
 from exitwise.policies.score_choice import describe_choice
 from exitwise.policies.scores import AUTO as AUTO_SCORE
+from exitwise.rival_methods.advice import note_few_labels
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
@@ -197,7 +198,7 @@ def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
         calibration = tuner.calibrate(method)
         calibration.save(run.calibration_file(method))
         if method.name != VANILLA:  # which has nothing to tune
-            print(f"exitwise: calibrated with {method.name}, as the run had not been", file=sys.stderr)
+            print(f"exitwise: no saved calibration: calibrated with {method.name}", file=sys.stderr)
     return calibration
 
 
@@ -306,7 +307,7 @@ def evaluate_run(
         name, pair = _evaluate_vanilla(Run(other), spent, costs.unit)
         models[name] = pair
     samples["tested_on"] = {"split": "test", "samples": len(trace.test)}
-    notes = describe_values_at_bounds(chosen.calibration, run.search_command(method))
+    notes = note_few_labels(len(trace.val)) + describe_values_at_bounds(chosen.calibration, run.search_command(method))
     max_loss = None
     if budget is None:
         last = evaluate(plain_preds, labels=trace.test.labels, policy=policy, costs=costs).per_exit[-1].top1
