@@ -66,6 +66,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/dropout.py
 	$(BIN)/python benchmarks/heads.py
 	$(BIN)/python benchmarks/attach.py
+	$(BIN)/python benchmarks/classes.py
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready

@@ -132,7 +132,7 @@ def classifier(method: str = OURS, score: str = "confidence", **options: Any) ->
 
 def clear(policy: ew.Policy, preds: Predictions, near: float = NEAR) -> tuple[np.ndarray, np.ndarray]:
     """Exits (n,) by the simulation, and which samples were nowhere on their way near a threshold."""
-    table = exit_scores(preds, policy.score).astype(np.float64)
+    table = policy.scores(preds).astype(np.float64)
     exits = policy.exits(preds)
     on_the_way = np.arange(len(table))[:, None] <= exits
     gap = np.abs(table - np.array(policy.thresholds)[:, None])

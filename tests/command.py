@@ -13,6 +13,7 @@ from filelock import FileLock
 
 import exitwise as ew
 from exitwise import zoo
+from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.cli import app
 from exitwise.core.files import write_json
 from exitwise.runs.run import run_metadata
@@ -42,6 +43,29 @@ class Outcome:
 
 
 Command = Callable[..., Outcome]
+
+
+def with_paper_method(exitwise: Command) -> Command:
+    """The command with the paper's method and score where none is given: for tests of other things than their choice.
+
+    Where a run has a chosen classifier, its method and score stay.
+    """
+
+    def run(command: object, *arguments: object) -> Outcome:
+        words = [str(word) for word in arguments]
+        uses_choice = command in ("predict", "export", "bench", "report")
+        folder = Path(words[0]) if words else Path()
+        is_run = (folder / "run.json").is_file() and not (uses_choice and (folder / "chosen.safetensors").exists())
+        if not is_run or not (uses_choice or command in ("calibrate", "evaluate", "policies")):
+            return exitwise(command, *arguments)
+        more = []
+        if "--method" not in words:
+            more += ["--method", VANILLA, "--method", OURS] if command == "policies" else ["--method", OURS]
+        if "--score" not in words and command not in ("calibrate", "report"):
+            more += ["--score", "confidence"]
+        return exitwise(command, *arguments, *more)
+
+    return run
 
 
 def zoo_run(place: Path) -> Path:

@@ -45,6 +45,7 @@ print(json.dumps({"trace": built - before, "calibration": calibrated - built}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is measured in units of Linux")
 def test_memory_of_a_trace_and_of_a_calibration(tmp_path: Path) -> None:
     """In matrices (c, c) of float64: none for a trace, and one or two for a calibration, not one per grid point."""

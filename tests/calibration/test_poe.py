@@ -303,6 +303,7 @@ class TestNoVariance:
     def test_so_does_a_command(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")
         arguments = ("--method", "PoE Laplace", "--score", "variance", "--budget", "50%")
+        (tmp_path / "cat.png").touch()
         done = exitwise("predict", run, tmp_path / "cat.png", *arguments)
         assert (done.status, done.out) == (2, "")
         assert "'variance' needs draws: choose a method with Laplace or MC dropout, without product" in done.err

@@ -51,5 +51,7 @@ def test_prior_variances_of_some_exits() -> None:
     (note,) = describe_values_at_bounds(two)
     assert note.startswith("The prior variance is at the edge of its grid, ")
     assert "at all exits. Search further with --search continuous." in note
+    (note,) = describe_values_at_bounds(two, "`exitwise calibrate RUN --search continuous`")
+    assert note.endswith("Search further with `exitwise calibrate RUN --search continuous`.")
     one = ew.calibrate(trace, "Laplace sigma_opt", prior_vars=[0.01])
     assert describe_values_at_bounds(one) == []  # a grid of one value was chosen by the caller

@@ -310,7 +310,7 @@ def test_features_of_half_precision_and_plain_tensors_are_taken() -> None:
         ({"seed": 2**70}, "`seed`"),
         ({"temperatures": 1.0}, "`temperatures`"),
         ({"temperatures": ["hot"]}, "`temperatures`"),
-        ({"temperatures": [1e-39, 1.0]}, "not finite at some grid points"),
+        ({"method": "T_opt", "temperatures": [1e-39, 1.0]}, "not finite at some grid points"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:

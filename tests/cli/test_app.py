@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import random_trace
-from command import Command, contents, new_run, zoo_run
+from command import Command, contents, new_run, with_paper_method, zoo_run
 from image_files import write_cifar
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,11 @@ import exitwise as ew
 from exitwise.calibration.trace import HeadWeights
 
 pytestmark = pytest.mark.numerical
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +145,7 @@ def test_evaluate_is_the_library_at_that_budget(run: Path, exitwise: Command) ->
     assert " all " in text
 
 
+@pytest.mark.slow
 def test_a_budget_in_milliseconds_where_costs_are(run: Path, exitwise: Command) -> None:
     trace = ew.Trace.load(run / "trace.safetensors")
     (run / "trace.safetensors").unlink()
@@ -273,7 +279,7 @@ def test_a_bad_trace_stops_every_command(
         (["frobnicate"], "No such command"),
         (["evaluate", "nowhere", "--budget", "50%"], "nowhere is not a run"),
         (["calibrate", "nowhere"], "nowhere is not a run"),
-        (["collect", "nowhere"], "a new one needs --model, --checkpoint, --data and --root"),
+        (["collect", "nowhere"], "a new one needs --data and --model or --net and --checkpoint"),
         (["demo", "--out", "/dev/null/run"], "/dev/null"),
         (["demo", "--out", "/proc/run"], "/proc"),
     ],

@@ -21,7 +21,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     class_folders(tmp_path / "images")
     (tmp_path / "weights.safetensors").write_bytes((tmp_path / "run" / "net.safetensors").read_bytes())
     monkeypatch.chdir(tmp_path)
-    for name in EXTRAS:
+    imported = [name for name in sys.modules if name.startswith(tuple(f"{extra}." for extra in EXTRAS))]
+    for name in (*EXTRAS, *imported):
         monkeypatch.setitem(sys.modules, name, None)
     return tmp_path
 

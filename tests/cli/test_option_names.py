@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import random_trace
-from command import Command, new_run, zoo_run
+from command import Command, new_run, with_paper_method, zoo_run
 from PIL import Image
 
 import exitwise as ew
@@ -24,6 +24,11 @@ from exitwise.runs.labels import model_labels
 from exitwise.runs.machine_load import describe_load, measure_load
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.history import EpochRecord, History
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture
@@ -77,6 +82,8 @@ class TestBudgets:
             ("120%", "`--budget` 120% is above the cost of the last exit: it must lie in 20% to 100%"),
             ("50", "`--budget` 50 is below the cost of the first exit: it must lie in 2000000 to 10000000 MACs; "
              "did you mean 50%?"),
+            ("0.5", "`--budget` 0.5 is below the cost of the first exit: it must lie in 2000000 to 10000000 MACs; "
+             "did you mean 50%?"),
             ("1e5", "`--budget` 1e5 is below the cost of the first exit: it must lie in 2000000 to 10000000 MACs"),
             ("2e8", "`--budget` 2e8 is above the cost of the last exit"),
         ],
@@ -85,7 +92,12 @@ class TestBudgets:
         with pytest.raises(InputError) as error:
             parse_budget(text, self.COSTS)
         assert str(error.value).startswith(expected)
-        assert ("did you mean" in str(error.value)) == (text == "50")
+        assert ("did you mean" in str(error.value)) == (text in ("50", "0.5"))
+
+    def test_a_net_with_one_exit(self) -> None:
+        with pytest.raises(InputError, match="`--budget` 60% must be 100%: the net has only one exit"):
+            parse_budget("60%", Costs((1e7,)))
+        assert parse_budget("100%", Costs((1e7,))) == 1e7
 
     def test_milliseconds(self) -> None:
         with pytest.raises(InputError, match=r"must lie in 2 to 40 ms"):
@@ -171,6 +183,7 @@ class TestLabels:
         assert model_labels(None)["MSDNet (vanilla)"] == "plain"
         assert model_labels("not a preset any more")["MSDNet (vanilla)"] == "plain"
 
+    @pytest.mark.slow
     def test_evaluate_and_ablate(self, run: Path, exitwise: Command) -> None:
         for words in (["evaluate", run, "--budget", "90%"], ["ablate", run, "--samples", "4"], ["policies", run]):
             done = exitwise(*words)

@@ -1,5 +1,6 @@
 """Loaded and stored tensors are contiguous and aligned to 64 bytes, so that equal values give equal results."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -232,7 +233,7 @@ def test_a_large_trace_is_not_held_twice(tmp_path: Path) -> None:
     path = tmp_path / "trace.safetensors"
     Trace(split, split, trace.heads, trace.curvature, trace.costs).save(path)
     # A separate process with one thread: peaks of other tests and stacks of threads would be included.
-    environment = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, path], capture_output=True, text=True, check=True, env=environment
     )

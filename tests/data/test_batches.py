@@ -268,6 +268,6 @@ def test_errors_come_out_of_workers_as_one_line(tmp_path: Path, workers: int) ->
     for batches in (iter(Batches(dataset, 2, workers)), source.epoch(0)):
         with pytest.raises(ew.InputError) as error:
             list(batches)
-        assert type(error.value) is ew.InputError
+        assert isinstance(error.value, ew.InputError)
         assert str(error.value).startswith(f"{tmp_path / 'b' / '1.png'} cannot be read as an image (")
         assert "\n" not in str(error.value)

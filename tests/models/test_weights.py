@@ -443,3 +443,11 @@ def test_messages_name_keys_as_they_are_in_the_file(tmp_path: Path) -> None:
     assert "first unexpected key 'module.layer1.0.conv1.weight'" in str(error.value)
     assert "stages.0.layer1" not in str(error.value)
     assert len(str(error.value)) - len(str(tmp_path)) < 300
+
+
+def test_weights_of_the_original_module_are_recognized(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    torch.save({f"net.{key}": value for key, value in module.state_dict().items()}, tmp_path / "w.pth")
+    net = ew.attach(module, at=["1"], example_inputs=torch.rand(2, 4))
+    with pytest.raises(ew.InputError, match="those of the original module: load it there, before the exits are attach"):
+        ew.load_checkpoint(net, tmp_path / "w.pth")

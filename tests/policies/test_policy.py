@@ -72,7 +72,7 @@ class TestScores:
         ],
     )
     def test_an_unknown_one_is_refused(self, use: Any) -> None:
-        known = "confidence, margin, entropy, variance, patience"
+        known = "confidence, margin, entropy, variance, patience, learned(, auto)?"
         with pytest.raises(ew.InputError, match=f"`score` must be one of {known}, but got 'charm'"):
             use(random_probs(0, 3, 5, 4))
 

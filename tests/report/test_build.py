@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from cases import random_trace
-from command import Command, contents, new_run, perform, zoo_run
+from command import Command, contents, new_run, perform, with_paper_method, zoo_run
 from image_files import write_cifar
 from oracles import calibration_error
 from PIL import Image
@@ -48,6 +48,11 @@ pytestmark = pytest.mark.numerical
 SETTINGS: dict[str, Any] = {"samples": 7, "seed": 3, "mode": "exact"}
 MS = ew.Costs((2.0, 3.0, 7.3), "ms")
 THRESHOLDS = (0.5, 0.5, float("-inf"))
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @cache
@@ -116,7 +121,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
     for cal in cals.values():
         cal.save(run / "calibrations" / f"{cal.method.slug}.safetensors")
     return ReportedRun(
-        run, trace, build_report(Run(run), ReportOptions()), {"vanilla": cals[VANILLA], "ours": cals[OURS]}
+        run, trace, build_report(Run(run), ReportOptions(method=OURS)), {"vanilla": cals[VANILLA], "ours": cals[OURS]}
     )
 
 
@@ -124,7 +129,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
     """Report on the zoo's net, which has no saved calibration."""
     run = zoo_run(tmp_path_factory.mktemp("zoo") / "run")
-    report = build_report(Run(run), ReportOptions(budget=2e7))
+    report = build_report(Run(run), ReportOptions(method=OURS, budget=2e7))
     trace = ew.Trace.load(run / "trace.safetensors")
     return ReportedRun(run, trace, report, {"vanilla": ew.calibrate(trace, VANILLA), "ours": ew.calibrate(trace, OURS)})
 
@@ -229,7 +234,7 @@ class TestEveryBudget:
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
         shutil.rmtree(run / "calibrations")
         odd.save(run / "calibrations" / f"{odd.method.slug}.safetensors")
-        report = build_report(Run(run), ReportOptions())
+        report = build_report(Run(run), ReportOptions(method=OURS))
         made = ReportedRun(run, small.trace, report, {**small.cals, "ours": odd})
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
         assert dict(report.data["provenance"])["temperatures"] == "3, 3, 3"
@@ -237,7 +242,8 @@ class TestEveryBudget:
         assert report.data["tables"][0]["rows"][-1] != small.data["tables"][0]["rows"][-1]
 
     def test_the_default_method_is_that_of_the_chosen_classifier(self, run: Path, exitwise: Command) -> None:
-        for evaluated, expected in (("MIE T_opt", "MIE T_opt"), (VANILLA, OURS)):
+        chosen_by_auto = ew.calibrate(ew.Trace.load(run / "trace.safetensors")).method.name
+        for evaluated, expected in (("MIE T_opt", "MIE T_opt"), (VANILLA, chosen_by_auto)):
             done = exitwise("evaluate", run, "--budget", "70%", "--method", evaluated)
             assert done.status == 0, done.err
             assert build_report(Run(run), ReportOptions()).data["method"] == expected

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import random_trace
-from command import new_run, perform, zoo_run
+from command import Command, new_run, perform, with_paper_method, zoo_run
 from paths import ROOT, SHARED
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -34,6 +34,11 @@ HOSTILE = (
     "🦊 fox 👩‍👩‍👧",
     "שלום עולם",
 )
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")

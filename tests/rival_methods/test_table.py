@@ -171,6 +171,7 @@ class TestBadInput:
         "kind",
         ["few samples", "absent class", "noise", "equal exits", "saturated", "one exit", "all correct", "one class"],
     )
+    @pytest.mark.slow_after_first
     def test_no_row_has_a_number_that_is_none(self, kind: str) -> None:
         trace = random_trace(120)
         assert trace.test is not None

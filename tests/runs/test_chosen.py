@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Command, contents
+from command import Command, contents, with_paper_method
 from paths import TESTS
 from PIL import Image
 
@@ -15,6 +15,11 @@ from exitwise.calibration.methods import OURS
 from exitwise.report.build import ReportOptions, build_report
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture
@@ -43,6 +48,7 @@ def test_export_uses_the_evaluated_method_and_policy(run: Path, tmp_path: Path, 
     assert "margin thresholds by auto (as evaluated)" in err
 
 
+@pytest.mark.slow
 def test_the_trace_is_not_read(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%").status == 0
     (run / "trace.safetensors").unlink()
@@ -62,6 +68,7 @@ def test_a_certified_classifier_is_kept_with_its_calibration(run: Path, tmp_path
     assert on_all_samples is None or on_all_samples.temperatures != chosen.calibration.temperatures
 
 
+@pytest.mark.slow
 def test_options_replace_parts_of_the_choice(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%", "--method", "T_opt", "--score", "margin").status == 0
     before = contents(run)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import Command
+from command import Command, with_paper_method
 from paths import TESTS
 
 import exitwise as ew
@@ -18,6 +18,11 @@ FORMER = TESTS / "former"
 
 # Another CPU sums in another order: answers differ in the last bits of float32.
 TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,7 @@ def test_a_bundle(images: torch.Tensor, expected: Any) -> None:
     torch.testing.assert_close(probs, torch.tensor(expected["bundle_probs"]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_run_with_its_policy(run: Path, exitwise: Command, tmp_path: Path) -> None:
     """A former run has no chosen classifier: its policy's budget, score and certificate are fitted again."""
     assert Run(run).chosen() is None

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from classifier_cases import SHAPE, pictures, tiny
-from command import Command, contents
+from command import Command, contents, with_paper_method
 from PIL import Image
 
 import exitwise as ew
@@ -24,6 +25,11 @@ from exitwise.runs.run import run_metadata
 pytestmark = pytest.mark.numerical
 
 DIGITS = ew.Preprocessing(8, (0.3053,), (0.3760,))  # what a run on digits does to a picture's bytes
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +408,8 @@ class TestNotes:
         at_edge = {0.5, 4.0} & set(done.json["prior_vars"]) or {0.3, 3.0} & set(done.json["temperatures"])
         assert at_edge, "the case must have a value at an edge"
         assert done.json["notes"]
-        assert all("edge of its grid" in note and "--search continuous" in note for note in done.json["notes"])
+        command = shlex.join(["exitwise", "calibrate", str(run), "--method", OURS, "--search", "continuous"])
+        assert all("edge of its grid" in note and f"`{command}`" in note for note in done.json["notes"])
         printed = exitwise("calibrate", run).out
         for note in done.json["notes"]:
             assert f"Note: {note}" in printed.splitlines()
@@ -502,6 +509,7 @@ class TestMaxLoss:
         assert done.status == 0, done.err
         assert done.json["methods"]["T_opt"]["policy"]["guarantee"]["risk_limit"] <= 0.001
 
+    @pytest.mark.slow
     def test_later_commands_keep_the_loss(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
         assert exitwise("evaluate", run, "--max-loss", "2", "--method", "T_opt").status == 0
         done = exitwise("export", run, tmp_path / "bundle", "--json")

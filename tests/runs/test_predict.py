@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import Command, zoo_run
+from command import Command, with_paper_method, zoo_run
 from PIL import Image
 
 import exitwise as ew
@@ -27,6 +27,11 @@ from exitwise.cli import deploy
 pytestmark = pytest.mark.numerical
 
 FIELDS = ["image", "predicted", "label", "confidence", "exit", "cost", "error"]
+
+
+@pytest.fixture
+def exitwise(exitwise: Command) -> Command:
+    return with_paper_method(exitwise)
 
 
 def noise(seed: int, shape: tuple[int, ...] = (32, 32, 3)) -> np.ndarray:

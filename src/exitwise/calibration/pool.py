@@ -74,7 +74,8 @@ class _Objective:
         size = max(1, _BLOCK // (max(1, len(used)) * self.classes))
         for start in range(0, self.samples, size):
             part = slice(start, start + size)
-            yield torch.stack([self._log_probs[j][part] for j in used]).double(), self._labels[part]
+            experts = torch.stack([self._log_probs[j][part] for j in used]).clamp_(min=MIN_LOG_PROB)
+            yield experts.double(), self._labels[part]
 
     def sums(self, used: Sequence[int], weights: Tensor, bias: Tensor | None) -> _Sums:
         """Sum up loss, gradient and Hessian for weights of the used exits (k,) and, with a bias, all classes (c,)."""
@@ -201,11 +202,10 @@ def fit_pool(log_probs: Sequence[Tensor], labels: Tensor, baseline: float = 1.0)
     Returns:
         Weights (K,) of the exits 0..k in the pool of exit k, with its bias if it has one.
     """
-    clamped = [row.clamp(min=MIN_LOG_PROB) for row in log_probs]
     exits: list[ExitWeights] = []
     tau = torch.zeros(0, dtype=torch.float64)
-    for k in range(len(clamped)):
-        objective = _Objective(clamped[: k + 1], labels)
+    for k in range(len(log_probs)):
+        objective = _Objective(log_probs[: k + 1], labels)
         alone = _fit_alone(objective, baseline)
         tau = torch.cat([tau, _TAU / alone.weights[-1:] ** 2])
         exits.append(_fit_exit(objective, alone, tau))
@@ -223,15 +223,21 @@ def _fit_alone(objective: _Objective, baseline: float) -> _Point:
 
 def pool_nlpd(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> tuple[float, ...]:
     """Return the NLPD (K,) of every exit's pool on samples with these log-probabilities (n, c) and labels (n,)."""
-    return tuple(float(-log_true.mean()) for log_true in pool_log_true(pool, log_probs, labels))
+    nlpd: list[float] = (-pool_log_true(pool, log_probs, labels).mean(dim=1)).tolist()
+    return tuple(nlpd)
 
 
-def pool_log_true(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> Iterator[Tensor]:
-    """Yield log p(true label) (n,) in float64 of every exit's pool, as predictions compute it."""
-    ensemble, state = ENSEMBLES["pool"], None
-    for exit, own in zip(pool, log_probs, strict=True):
-        pooled, state = ensemble.advance_log_probs(state, own, exit)
-        yield pooled.gather(1, labels[:, None]).squeeze(1).double()
+def pool_log_true(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> Tensor:
+    """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block."""
+    ensemble, blocks = ENSEMBLES["pool"], []
+    size = max(1, _BLOCK // log_probs[0].shape[1])
+    for part in (slice(start, start + size) for start in range(0, len(labels), size)):
+        state, rows = None, []
+        for exit, own in zip(pool, log_probs, strict=True):
+            pooled, state = ensemble.advance_log_probs(state, own[part], exit)
+            rows.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
+        blocks.append(torch.stack(rows))
+    return torch.cat(blocks, dim=1)
 
 
 def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:

@@ -37,8 +37,13 @@ def find_values_at_bounds(calibration: Calibration) -> list[ValueAtBound]:
     return found
 
 
-def describe_values_at_bounds(calibration: Calibration) -> list[str]:
-    """Return what was tuned to a bound, with the exits (from 1) and what to do; one line per quantity."""
+def describe_values_at_bounds(calibration: Calibration, command: str = "--search continuous") -> list[str]:
+    """Return what was tuned to a bound, with the exits (from 1) and what to do; one line per quantity.
+
+    Args:
+        calibration: The tuned calibration.
+        command: What searches beyond the grid: an option, or a command in backticks.
+    """
     groups: dict[tuple[str, bool], list[ValueAtBound]] = {}
     for value in find_values_at_bounds(calibration):
         groups.setdefault((value.quantity, value.quantity == "temperature" and value.is_lower), []).append(value)
@@ -48,12 +53,12 @@ def describe_values_at_bounds(calibration: Calibration) -> list[str]:
         bounds = " or ".join(f"{bound:g}" for bound in sorted({value.bound for value in values}))
         place = f"the {'bound of its search' if is_continuous else 'edge of its grid'}, {bounds},"
         sentence = f"The {quantity} is at {place} at {_list_exits([value.exit for value in values], num_exits)}."
-        sentences.append(f"{sentence} {_advise(quantity, is_low_temperature, is_continuous)}")
+        sentences.append(f"{sentence} {_advise(quantity, is_low_temperature, is_continuous, command)}")
     return sentences
 
 
-def _advise(quantity: str, is_low_temperature: bool, is_continuous: bool) -> str:
-    advice = "" if is_continuous else "Search further with --search continuous."
+def _advise(quantity: str, is_low_temperature: bool, is_continuous: bool, command: str) -> str:
+    advice = "" if is_continuous else f"Search further with {command}."
     if is_low_temperature:
         reason = "the net may have been trained on these validation images: calibrate on others"
         return f"{advice} If it stays there, {reason}." if advice else f"Probably {reason}."

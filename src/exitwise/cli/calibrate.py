@@ -49,7 +49,7 @@ def calibrate(
     if calibration.selection is not None:
         opened.save_selection(calibration.selection)
         print(f"exitwise: {calibration.selection}", file=sys.stderr)
-    notes = describe_values_at_bounds(calibration)
+    notes = describe_values_at_bounds(calibration, opened.search_command(calibration.method))
     if as_json:
         return print_json(**calibration.to_dict(), notes=notes)
     out = tables.console()

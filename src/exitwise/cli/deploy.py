@@ -183,7 +183,9 @@ def export(
     from exitwise.core.costs import format_cost
     from exitwise.runs.deploy import build_classifier
     from exitwise.runs.run import Run
+    from exitwise.runtime.export import require_onnx
 
+    require_onnx()
     classifier, description = build_classifier(Run(run), options, join_nets(net))
     classifier.export(out, force=force)
     print(f"exitwise: {description}", file=sys.stderr)

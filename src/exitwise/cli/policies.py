@@ -24,8 +24,12 @@ def evaluate(
     ] = None,
     method: MethodOption = AUTO,
     score: Annotated[
-        str, typer.Option(help="Exit score: confidence, margin, entropy, variance or patience.")
-    ] = "confidence",
+        str,
+        typer.Option(
+            help="Exit score: confidence, margin, entropy, variance, patience, learned (where stopping is right), or "
+            "auto for one that is clearly better than confidence on held-out folds."
+        ),
+    ] = "auto",
     strategy: Annotated[
         str, typer.Option(help="Threshold strategy: auto, geometric (the paper's), optimized or label_free.")
     ] = "auto",
@@ -120,7 +124,7 @@ def policies(
     ] = None,
     score: Annotated[
         list[str] | None,
-        typer.Option(help="Exit score, or all; may be repeated.", show_default="confidence"),
+        typer.Option(help="Exit score, auto, or all; may be repeated.", show_default="auto; confidence for vanilla"),
     ] = None,
     objective: ObjectiveOption = "accuracy",
     certify: Annotated[
@@ -136,7 +140,8 @@ def policies(
     from exitwise.calibration.methods import METHODS
     from exitwise.cli import tables
     from exitwise.cli.progress import progress_bars
-    from exitwise.policies.scores import SCORES
+    from exitwise.policies.scores import AUTO as AUTO_SCORE
+    from exitwise.policies.scores import LEARNED, SCORES
     from exitwise.runs.budgets import costs_in_budget_unit, is_in_milliseconds, parse_budget
     from exitwise.runs.compare import Comparison, evenly_spaced_budgets
     from exitwise.runs.labels import model_labels
@@ -146,7 +151,7 @@ def policies(
     trace = opened.trace()
     names = list(METHODS) if method == ["all"] else method or [VANILLA, AUTO]
     methods = [parse_method(name) for name in names]
-    scores = list(SCORES) if score == ["all"] else score or ["confidence"]
+    scores = [*SCORES, LEARNED] if score == ["all"] else score or [AUTO_SCORE]
     in_ms = any(map(is_in_milliseconds, budget or []))
     costs = costs_in_budget_unit("ms" if in_ms else "", opened, trace)
     budgets = [parse_budget(text, costs) for text in budget or []] or evenly_spaced_budgets(costs, 6)

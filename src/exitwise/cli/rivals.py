@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "temperature, vector, matrix, Dirichlet, ETS, isotonic, histogram, 'structured matrix', 'geometric ensemble', "
-    "patience, entropy, 'stopping heads', laplace-torch, earlyon, or one of our methods"
+    "patience, entropy, 'stopping heads', laplace-torch, earlyon, 'learned score', or one of our methods"
 )
 
 
@@ -171,15 +171,16 @@ def _risk_table(table: "RivalTable") -> "RichTable":
     from exitwise.cli import tables
 
     caption = (
-        "\nCost in percent of the last exit's, and points of top-1 lost against it on the test split, for the loss "
-        "allowed.\nCalibrated with temperatures on half of the validation samples, controlled on the other half."
+        "\nCost in percent of the last exit's; lost: points of top-1 lost against it on the test split.\n"
+        "Calibrated with temperatures on half of the validation samples, controlled on the other half."
     )
     epsilons = list(dict.fromkeys(row.epsilon for row in table.risk_control))
-    rich_table = tables._table("\nControlled loss", caption)
+    points = " and ".join([", ".join(f"{100 * e:g}" for e in epsilons[:-1]), f"{100 * epsilons[-1]:g}"])
+    rich_table = tables._table(f"\nControlled loss of at most {points} points", caption)
     rich_table.add_column("", no_wrap=True)
     for epsilon in epsilons:
         for name in ("cost", "lost"):
-            rich_table.add_column(f"{name}, {100 * epsilon:g} allowed", justify="right", no_wrap=True)
+            rich_table.add_column(f"{100 * epsilon:g}: {name}", justify="right", no_wrap=True)
     for name in dict.fromkeys(row.name for row in table.risk_control):
         cells = []
         for row in table.risk_control:

@@ -18,12 +18,15 @@ from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Policy, PolicyFit
+from exitwise.policies.score_choice import describe_choice
 from exitwise.runs.cascade import NetworkCost
 from exitwise.runs.compare import PUBLIC, PolicyTable
 from exitwise.runs.policies import RunEvaluation
 from exitwise.runtime.bench import FULL as FULL_NET
 from exitwise.runtime.bench import VANILLA as VANILLA_NET
 from exitwise.runtime.bench import Bench
+
+_SCORE_NAMES = {"learned": "learned score", "entropy": "negative entropy", "variance": "negative variance"}
 
 _WIDE = 110  # columns of the widest table, for pipes and files
 
@@ -277,7 +280,7 @@ def print_notes(out: Console, notes: Sequence[str]) -> None:
 def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
     """Return a table of exits: threshold, share of samples, and metrics if all samples exit there; also vanilla's."""
     table = _table(
-        f"\nExits (a sample exits if its {policy.score} reaches the threshold)",
+        f"\nExits (a sample exits if its {_SCORE_NAMES.get(policy.score, policy.score)} reaches the threshold)",
         "\nTop-1, NLPD and ECE if all samples exit there, calibrated; plain: top-1 without calibration.",
     )
     for name in ("exit", "cost", "threshold", "share %", "top-1 %", "NLPD", "ECE", "plain %"):
@@ -393,6 +396,8 @@ def describe_fit(policy: Policy) -> str:
         sentences.append(f"Thresholds: {policy.strategy}{chosen}, on {fit.samples:,} validation samples.")
         if fit.gap is not None and fit.labelled:
             sentences.append(f"On held-out folds (cross-fitting), {_describe_gap(fit)}.")
+        if fit.score_choice is not None:
+            sentences.append(describe_choice(policy.score, fit.score_choice, fit.objective))
     if policy.guarantee is not None:
         sentences.append(describe_guarantee(policy.guarantee, policy.unit))
     return "\n" + " ".join(sentences) if sentences else ""
@@ -413,21 +418,22 @@ def policies(
 ) -> Iterator[RichTable | str]:
     """Yield one table per method and score, with a block of rows for each budget."""
     narrow = width < 97
-    for method, score in dict.fromkeys((row.method, row.score) for row in table):
-        rich_table = _table(f"\n{labels.get(method, method)}, {score}", gap=0 if narrow else 1)
+    for method, score in dict.fromkeys((row.method, row.requested_score or row.score) for row in table):
+        group = [row for row in table if (row.method, row.requested_score or row.score) == (method, score)]
+        rich_table = _table(f"\n{labels.get(method, method)}, {group[0].score}", gap=0 if narrow else 1)
         rich_table.add_column("budget", justify="right", no_wrap=True)
         rich_table.add_column("strategy", no_wrap=True)
         names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "EEFP", "vs sweep")
         for name in names:
             rich_table.add_column(name, justify="right", no_wrap=True)
         previous = None
-        for row in table:
-            if (row.method, row.score) != (method, score):
-                continue
+        for row in group:
             if previous not in (None, row.budget):
                 rich_table.add_section()
             strategy = _STRATEGY_NAMES.get(row.strategy, row.strategy)
             chosen = f" ({_STRATEGY_NAMES.get(row.chosen or '', row.chosen)})" if row.strategy == "auto" else ""
+            if row.score != group[0].score:
+                chosen += f" ({row.score})"
             gain: str | Text = ""
             if row.gain is not None:
                 low, high = row.intervals["gain"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exitwise.cli.option_names import shorten_message
 from exitwise.cli.options import ForceOption, JsonOption, RunArgument, expand_options, print_json
 from exitwise.core.errors import InputError
 from exitwise.core.rank import is_rank_zero
@@ -148,8 +149,8 @@ def collect(
 ) -> None:
     """Run the net once over every split and store the trace: features of val and test, curvature of train.
 
-    An existing RUN has its net, dataset and split; results of its former trace are removed. A new RUN needs --model,
-    --checkpoint, --data and --root.
+    An existing RUN has its net, dataset and split; results of its former trace are removed. A new RUN needs --data
+    (and --root, unless it is a folder), --checkpoint, and --model or --net.
     """
     from exitwise.cli.progress import progress_bars
     from exitwise.runs.collect import CollectOptions, collect_existing_run, collect_new_run
@@ -165,7 +166,7 @@ def collect(
             trace = collect_existing_run(run, data.root, net.function, force, options)
         else:
             if data.data is None or checkpoint is None or (net.model is None) == (net.function is None):
-                raise InputError(f"{run} is not a run yet: a new one needs --model, --checkpoint, --data and --root")
+                raise InputError(_describe_missing_options(run, data, net, checkpoint))
             trace = collect_new_run(run, data, net, checkpoint, options)
     if not is_rank_zero():
         return None
@@ -176,11 +177,27 @@ def collect(
     return None
 
 
+def _describe_missing_options(run: Path, data: DataOptions, net: NetOptions, checkpoint: Path | None) -> str:
+    if net.model is not None and net.net is not None:
+        return "--model and --net exclude each other: name the net by one of them"
+    given = {
+        "--data": data.data is not None,
+        "--model or --net": net.model is not None or net.net is not None,
+        "--checkpoint": checkpoint is not None,
+    }
+    missing = " and ".join(option for option, is_given in given.items() if not is_given)
+    message = f"{run} is not a run yet: a new one needs {missing}, too"
+    if net.function is None or data.data is None:
+        return message
+    words = ["exitwise", "train-heads", "--data", data.data, "--net", net.function, "--out", str(run)]
+    return f"{message}; if the heads are still to be trained: `{shlex.join(words)}`"
+
+
 class _OneLineFormatter(logging.Formatter):
     """Messages that begin like those of the command, with control characters of file names escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"exitwise: {escape_controls(record.getMessage())}"
+        return f"exitwise: {shorten_message(escape_controls(record.getMessage()))}"
 
 
 def configure_logging() -> None:

@@ -11,6 +11,10 @@ class InputError(ValueError):
     """Invalid argument, file or setting. The message is one line with the problem and the expectation."""
 
 
+class UnreadableImageError(InputError):
+    """An image file of a dataset that cannot be decoded."""
+
+
 class AllRanksError(InputError):
     """Input error raised on every rank; only rank 0 prints it."""
 

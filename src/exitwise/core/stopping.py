@@ -1,9 +1,11 @@
-"""When stopping is right: the target that exit scores are judged by and learned from. NumPy only."""
+"""The event that stopping is right: the target that exit scores are judged by and learned from. NumPy only."""
+
+from typing import Any
 
 import numpy as np
 
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array
+from exitwise.core.predictions import Array, to_array
 
 
 def stopping_is_right(correct: Array) -> Array:
@@ -33,3 +35,65 @@ def stopping_is_right(correct: Array) -> Array:
     later_correct = np.zeros_like(mask)
     later_correct[:-1] = np.logical_or.accumulate(mask[:0:-1], axis=0)[::-1]
     return np.asarray(mask | ~later_correct)
+
+
+def find_ties(ordered: Array) -> tuple[Array, Array]:
+    """Return the start and the size of every run of equal values in a sorted array (n,)."""
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    return starts, np.diff(np.append(starts, len(ordered)))
+
+
+def sorted_auroc(scores: Array, positive: Array) -> float:
+    """Return the AUROC of scores (n,), the largest first, for `positive` (n,), 0 or 1; NaN if these are all equal."""
+    num_positive = float(positive.sum())
+    num_negative = len(positive) - num_positive
+    if not num_positive or not num_negative:
+        return float("nan")
+    starts, sizes = find_ties(scores)
+    tied_positive = np.add.reduceat(positive, starts)
+    tied_negative = sizes - tied_positive
+    negative_below = num_negative - np.cumsum(tied_negative)
+    return float((tied_positive * (negative_below + tied_negative / 2)).sum() / (num_positive * num_negative))
+
+
+class StoppingRanks:
+    """Samples sorted by score at every exit but the last, to compute the EEFP of many policies from one sort."""
+
+    def __init__(self, scores: Any, correct: Any) -> None:
+        """Check and sort scores (K, n) against correct (K, n)."""
+        values = to_array("scores", scores)
+        right = stopping_is_right(to_array("correct", correct))
+        if values.shape != right.shape or not np.issubdtype(values.dtype, np.number):
+            raise InputError(
+                f"`scores` must be numbers {right.shape} like `correct`, but got {values.dtype} {values.shape}"
+            )
+        if np.isnan(values).any():
+            raise InputError("`scores` must be numbers, but some are NaN")
+        self._order = np.argsort(-values[:-1], axis=1, kind="stable")
+        self._scores = np.take_along_axis(values[:-1], self._order, axis=1)
+        self._right = np.take_along_axis(right[:-1], self._order, axis=1).astype(np.float64)
+
+    def per_exit(self, exits: Any = None) -> tuple[float | None, ...]:
+        """Return the areas (K - 1,), over the samples that reach each exit if the `exits` (n,) taken are given."""
+        return tuple(area for area, _ in self._areas(exits))
+
+    def mean(self, exits: Any = None) -> float | None:
+        """Return the mean of the areas that are defined; with `exits`, weighted by the samples that reach each exit."""
+        pairs = [(area, reached) for area, reached in self._areas(exits) if area is not None]
+        total = sum(reached for _, reached in pairs)
+        return sum(area * reached for area, reached in pairs) / total if total else None
+
+    def _areas(self, exits: Any) -> list[tuple[float | None, int]]:
+        """Return the area and the number of samples that reach it, for every exit but the last."""
+        samples = self._order.shape[1]
+        taken = None if exits is None else to_array("exits", exits)
+        if taken is not None and (taken.shape != (samples,) or not np.issubdtype(taken.dtype, np.integer)):
+            raise InputError(f"`exits` must be {samples} whole numbers, but got {taken.dtype} {taken.shape}")
+        areas: list[tuple[float | None, int]] = []
+        for k, (order, scores, right) in enumerate(zip(self._order, self._scores, self._right, strict=True)):
+            if taken is not None:
+                reached = taken[order] >= k
+                scores, right = scores[reached], right[reached]
+            area = sorted_auroc(scores, right) if len(right) else float("nan")
+            areas.append((None if np.isnan(area) else area, len(right)))
+        return areas

@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     raise InputError(f"{path} changed while it was read")
                 digest.update(data)
     except SafetensorError as error:
-        raise InputError(f"{path} is not a complete safetensors file: {error}") from None
+        raise InputError(f"{path} is not a complete safetensors file: {first_line(error)}") from None
     except InputError:
         raise
     except (LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:

@@ -15,8 +15,13 @@ def break_ties(score: NDArray[Any], probs: NDArray[Any]) -> NDArray[Any]:
     Ties, such as saturated confidences, are thus broken deterministically, and any share of samples can exit. The hash
     adds less than half of the distance to the next float32, so rounding to float32 restores the score.
     """
+    return spread_ties(score, hash_probs(probs))
+
+
+def spread_ties(score: NDArray[Any], hashes: NDArray[Any]) -> NDArray[Any]:
+    """Return scores as float64 without ties, from the hashes (see `hash_probs`) of their samples, of the same shape."""
     exact = score.astype(np.float32).astype(np.float64)
-    return np.asarray(exact + _hash(probs) * np.maximum(np.abs(exact) * 2.0**-25, _SMALLEST_SPREAD))
+    return np.asarray(exact + hashes * np.maximum(np.abs(exact) * 2.0**-25, _SMALLEST_SPREAD))
 
 
 def tie_spread(score: float) -> float:
@@ -24,7 +29,7 @@ def tie_spread(score: float) -> float:
     return max(abs(score) * 2.0**-25, _SMALLEST_SPREAD)
 
 
-def _hash(probs: NDArray[Any]) -> NDArray[Any]:
+def hash_probs(probs: NDArray[Any]) -> NDArray[Any]:
     """Return a pseudorandom number in 0..1 per sample (n,), computed from its probabilities (n, c).
 
     Probabilities are rounded to four bits after the leading one. Another backend, whose arithmetic differs in the last

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exitwise.core.cropping import MARGIN as MARGIN
 from exitwise.core.cropping import crop_center as _crop_center
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import Augmentation, hash_rows
@@ -112,6 +112,10 @@ def scan_class_folders(
     if not root.is_dir():
         raise InputError(f"{root} must be a folder with a folder per class, but is not a folder")
     names = tuple(sorted(entry.name for entry in scandir(root) if entry.is_dir() and not entry.name.startswith(".")))
+    if names in (("train",), ("val",), ("test",)):
+        raise InputError(
+            f"{root} holds only {names[0]}/: name {root / names[0]} instead, or add another of the three parts"
+        )
     if len(names) < 2:
         raise InputError(f"{root} must hold at least two class folders, but holds {len(names)}")
     if classes is not None and names != classes:
@@ -241,7 +245,7 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     try:
         image = _open_rgb(path)
     except InputError as error:
-        raise InputError(f"{error}; --skip-unreadable skips such files") from None
+        raise UnreadableImageError(f"{error}; --skip-unreadable skips such files") from None
     if augmentation is None or draws is None:
         return np.asarray(_crop_center(image, size))
     if augmentation.resized_crop:

@@ -13,8 +13,8 @@ from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.core.results import Result
 from exitwise.evaluation import metrics
+from exitwise.policies.learned_score import LearnedScore
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import exit_scores
 
 TOP = 5
 EEFP = ("eefp", "eefp_visited")  # fields of an `Evaluation` that depend on the exit score
@@ -296,14 +296,15 @@ def budget_curve(
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(costs)}")
     sample_metrics = PerSampleMetrics.of(preds, check_labels(labels, samples, classes))
     points = []
-    ranks: dict[str, metrics.StoppingRanks] = {}
+    ranks: dict[tuple[str, LearnedScore | None], tuple[Array, metrics.StoppingRanks]] = {}
     for policy in policies:
         if not isinstance(policy, Policy):
             raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
         if policy.unit != costs.unit:
             raise InputError(f"`policy` is in {policy.unit}, but `costs` are in {costs.unit}")
-        scores = exit_scores(decider, policy.score)
-        if policy.score not in ranks:
-            ranks[policy.score] = sample_metrics.stopping_ranks(scores)
-        points.append(sample_metrics.evaluation(policy.exits_from_scores(scores), costs, ranks[policy.score]))
+        key = (policy.score, policy.score_model)
+        if key not in ranks:
+            ranks[key] = (scores := policy.scores(decider)), sample_metrics.stopping_ranks(scores)
+        scores, ranked = ranks[key]
+        points.append(sample_metrics.evaluation(policy.exits_from_scores(scores), costs, ranked))
     return BudgetCurve(tuple(points))

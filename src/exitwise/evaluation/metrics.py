@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array, to_array
+from exitwise.core.predictions import Array
 from exitwise.core.predictions import check_labels as check_labels
 from exitwise.core.predictions import log_true as _log_true
+from exitwise.core.stopping import StoppingRanks as StoppingRanks
+from exitwise.core.stopping import find_ties as _find_ties
+from exitwise.core.stopping import sorted_auroc as _sorted_auroc
 from exitwise.core.stopping import stopping_is_right as stopping_is_right
 
 BINS = 10
@@ -268,59 +270,10 @@ def eefp_per_exit(scores: Any, correct: Any, exits: Any = None) -> tuple[float |
     return StoppingRanks(scores, correct).per_exit(exits)
 
 
-class StoppingRanks:
-    """Samples sorted by score at every exit but the last, to compute the EEFP of many policies from one sort."""
-
-    def __init__(self, scores: Any, correct: Any) -> None:
-        """Check and sort scores (K, n) against correct (K, n)."""
-        values = to_array("scores", scores)
-        right = stopping_is_right(to_array("correct", correct))
-        if values.shape != right.shape or not np.issubdtype(values.dtype, np.number):
-            raise InputError(
-                f"`scores` must be numbers {right.shape} like `correct`, but got {values.dtype} {values.shape}"
-            )
-        if np.isnan(values).any():
-            raise InputError("`scores` must be numbers, but some are NaN")
-        self._order = np.argsort(-values[:-1], axis=1, kind="stable")
-        self._scores = np.take_along_axis(values[:-1], self._order, axis=1)
-        self._right = np.take_along_axis(right[:-1], self._order, axis=1).astype(np.float64)
-
-    def per_exit(self, exits: Any = None) -> tuple[float | None, ...]:
-        """Return the areas (K - 1,), over the samples that reach each exit if the `exits` (n,) taken are given."""
-        return tuple(area for area, _ in self._areas(exits))
-
-    def mean(self, exits: Any = None) -> float | None:
-        """Return the mean of the areas that are defined; with `exits`, weighted by the samples that reach each exit."""
-        pairs = [(area, reached) for area, reached in self._areas(exits) if area is not None]
-        total = sum(reached for _, reached in pairs)
-        return sum(area * reached for area, reached in pairs) / total if total else None
-
-    def _areas(self, exits: Any) -> list[tuple[float | None, int]]:
-        """Return the area and the number of samples that reach it, for every exit but the last."""
-        samples = self._order.shape[1]
-        taken = None if exits is None else to_array("exits", exits)
-        if taken is not None and (taken.shape != (samples,) or not np.issubdtype(taken.dtype, np.integer)):
-            raise InputError(f"`exits` must be {samples} whole numbers, but got {taken.dtype} {taken.shape}")
-        areas: list[tuple[float | None, int]] = []
-        for k, (order, scores, right) in enumerate(zip(self._order, self._scores, self._right, strict=True)):
-            if taken is not None:
-                reached = taken[order] >= k
-                scores, right = scores[reached], right[reached]
-            area = _sorted_auroc(scores, right) if len(right) else float("nan")
-            areas.append((None if np.isnan(area) else area, len(right)))
-        return areas
-
-
 def _sort_by_confidence(confidence: Array, correct: Array) -> tuple[Array, Array]:
     """Return both as float64 (n,), the most confident first."""
     order = np.argsort(-confidence)
     return confidence[order].astype(np.float64), correct[order].astype(np.float64)
-
-
-def _find_ties(confidence: Array) -> tuple[Array, Array]:
-    """Return the start and the size of every run of equal values."""
-    starts = np.flatnonzero(np.concatenate([[True], confidence[1:] != confidence[:-1]]))
-    return starts, np.diff(np.append(starts, len(confidence)))
 
 
 def _sorted_adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
@@ -329,18 +282,6 @@ def _sorted_adaptive_ece(confidence: Array, correct: Array, bins: int) -> float:
     expected = np.repeat(np.add.reduceat(correct, starts) / sizes, sizes)  # the order of ties is arbitrary
     sums = np.concatenate([[0.0], np.cumsum(confidence - expected)])
     return float(np.abs(np.diff(sums[edges])).sum() / len(confidence))
-
-
-def _sorted_auroc(confidence: Array, correct: Array) -> float:
-    num_correct = float(correct.sum())
-    num_wrong = len(correct) - num_correct
-    if not num_correct or not num_wrong:
-        return float("nan")
-    starts, sizes = _find_ties(confidence)
-    tied_correct = np.add.reduceat(correct, starts)
-    tied_wrong = sizes - tied_correct
-    wrong_below = num_wrong - np.cumsum(tied_wrong)
-    return float((tied_correct * (wrong_below + tied_wrong / 2)).sum() / (num_correct * num_wrong))
 
 
 def _sorted_aurc(confidence: Array, correct: Array) -> float:

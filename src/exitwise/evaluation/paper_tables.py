@@ -248,7 +248,7 @@ def make_paper_tables(
     """
     if trace.test is None:
         raise InputError("the trace has no test split, which the tables are computed on")
-    low, high = _get_budget_range(trace, budget_range)
+    low, high = get_budget_range(trace, budget_range)
     methods = usable_methods(trace) if methods is METHODS else list(methods)
     full_method = get_full_method(trace)
     names = list(dict.fromkeys([VANILLA, full_method, *methods]))
@@ -294,7 +294,7 @@ def make_paper_tables(
     return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), used, curves)
 
 
-def _get_budget_range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:
+def get_budget_range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:
     """Return the given budget range, or else the trace's, or else the range of the costs."""
     requested = budget_range or trace.budget_range
     if requested is None:

@@ -4,6 +4,7 @@ import re
 import struct
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -289,7 +290,7 @@ def check_state_dict(
         shapes = [tuple(state[reshaped].shape) for state in (loaded, expected)]
         problems.append(f"{in_file(reshaped)!r} has shape {shapes[0]} instead of {shapes[1]}")
     if problems:
-        hint = _describe_fitting_preset(loaded, net.spec)
+        hint = _describe_original_module(loaded, expected) or _describe_fitting_preset(loaded, net.spec)
         raise InputError(f"{source} does not fit {_describe_spec(net.spec)}: {', '.join(problems)}; {hint}")
     cast = {key: loaded[key].detach().to(expected[key].dtype) for key in expected}
     for key, value in cast.items():
@@ -307,6 +308,19 @@ def _describe_spec(spec: Mapping[str, Any] | None) -> str:
     if not spec or "preset" not in spec:
         return "the net"
     return repr(spec["preset"]) + "".join(f", {key}={value}" for key, value in spec.items() if key != "preset")
+
+
+def _describe_original_module(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return what to do with weights that fit by their shapes, but not by their names: those before `attach`."""
+
+    def count_shapes(state: Mapping[str, Tensor]) -> Counter[tuple[int, ...]]:
+        return Counter(tuple(value.shape) for key, value in state.items() if not key.endswith("num_batches_tracked"))
+
+    if any(key in expected for key in loaded if not key.endswith("num_batches_tracked")):
+        return None
+    if count_shapes(loaded) - count_shapes(expected):
+        return None
+    return "its shapes are those of the original module: load it there, before the exits are attached"
 
 
 def _describe_fitting_preset(loaded: Mapping[str, Tensor], requested: Mapping[str, Any] | None) -> str:

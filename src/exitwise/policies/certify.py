@@ -14,7 +14,6 @@ from exitwise.core.predictions import Array, Predictions
 from exitwise.policies.bounds import MeanUpperBound, choose_tightest_bound, estimate_samples_needed
 from exitwise.policies.certificate import Certificate, Guarantee, NotCertifiedError
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import exit_scores
 
 # From 0 to about -8; dense near 0, because near the budget a small difference in cost decides which policy passes.
 _SHIFTS = -0.003 * (1.1 ** np.arange(60) - 1) / 0.1
@@ -39,10 +38,19 @@ class PolicyOutcomes:
 
     @classmethod
     def from_predictions(
-        cls, policies: Sequence[Policy], preds: Predictions, risk: str | None, reference: Array, labels: Array | None
+        cls,
+        policies: Sequence[Policy],
+        preds: Predictions,
+        risk: str | None,
+        reference: Array,
+        labels: Array | None,
+        scores: Array | None = None,
     ) -> "PolicyOutcomes":
-        """Apply the policies to predictions; losses are relative to the classes `reference` (n,)."""
-        scores = exit_scores(preds, policies[0].score)
+        """Apply the policies, all on one score, to predictions; losses are relative to the classes `reference` (n,).
+
+        `scores` (K, n) are by default those that the policies compute.
+        """
+        scores = policies[0].scores(preds) if scores is None else scores
         exits = np.stack([policy.exits_from_scores(scores) for policy in policies])
         predicted = preds.predicted[exits, np.arange(exits.shape[1])]
         if risk == "disagreement":
@@ -165,7 +173,7 @@ class FixedSequenceTest:
         cheapest = self.last_passing("loss", range(most_expensive, -1, -1), held_out, None)
         if cheapest is None or cheapest > selected:
             failed = most_expensive if cheapest is None else selected
-            raise NotCertifiedError(self._explain_loss_failure(failed, held_out))
+            raise NotCertifiedError(self._explain_loss_failure(failed, held_out, budget))
         return cheapest if budget is None else selected
 
     def _explain_cost_failure(self, held_out: PolicyOutcomes, budget: float) -> str:
@@ -182,12 +190,13 @@ class FixedSequenceTest:
                 return f"{claim}; about {needed:,} suffice for a policy that costs {100 * cost / budget:.0f} % of that"
         return f"{claim}; use a larger budget or more samples"
 
-    def _explain_loss_failure(self, index: int, held_out: PolicyOutcomes) -> str:
+    def _explain_loss_failure(self, index: int, held_out: PolicyOutcomes, budget: float | None) -> str:
         """Explain that a loss cannot be certified, with the observed loss and the sample size that suffices."""
         values, counts = self._to_unit_interval("loss"), self._count_values("loss", index, held_out)
         observed = self._from_unit_interval("loss", float(values @ counts / counts.sum()))
         needed = estimate_samples_needed(values, counts, self._get_limit("loss", None), self._get_delta("loss"))
-        advice = "no number of samples suffices: allow more loss, or a larger budget"
+        advice = "no number of samples suffices: allow more loss"
+        advice += ", or use another calibration method" if budget is None else ", or a larger budget"
         if needed is not None:
             advice = f"about {needed:,} such samples suffice"
         claim = f"a loss in {self._certificate.risk} of at most {100 * (self._certificate.epsilon or 0):.4g} %"

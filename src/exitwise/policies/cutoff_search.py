@@ -32,6 +32,10 @@ class CutoffSearch:
         """Return the thresholds (K,) of the cutoffs (K - 1,)."""
         return self._ranking.thresholds(cutoffs)
 
+    def exits(self, cutoffs: Array) -> Array:
+        """Return the exit (n,) that each sample takes at the cutoffs (K - 1,)."""
+        return self._ranking.exits(cutoffs)
+
     def mean_value(self, name: str, cutoffs: Array) -> float:
         """Return the mean of a value at the exits taken."""
         return float(self._values[name][self._ranking.exits(cutoffs), self._samples].mean())

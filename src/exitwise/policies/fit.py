@@ -12,15 +12,16 @@ from exitwise.core.checks import check_choice, check_number
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.held_out import split_held_out as split_held_out
-from exitwise.core.predictions import Array, Predictions, check_labels, log_true
+from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.policies.certificate import RISKS, Certificate
 from exitwise.policies.certify import PolicyOutcomes, nested_cheaper_policies, select_certified
 from exitwise.policies.cutoff_search import CutoffSearch
+from exitwise.policies.learned_score import split_folds
 from exitwise.policies.policy import OBJECTIVES, Policy, PolicyFit, check_costs
+from exitwise.policies.score_choice import compute_true_values, fit_score
 from exitwise.policies.scores import check_score, exit_scores
 
 STRATEGIES = ("auto", "geometric", "optimized", "label_free")
-FOLDS = 5
 _MIN_SAVING = 0.03  # of the cost: a candidate that saves more is preferred if it is not worse
 _NUM_RISK_BUDGETS = 101  # budgets to try for the cheapest policy that meets a certified risk
 _NUM_COARSE_BUDGETS = 21  # budgets to try for the cheapest policy that meets a loss without a certificate,
@@ -76,7 +77,9 @@ def fit_policy(
         budget: Largest mean cost per sample, in the unit of `costs`. With None and `max_loss` or a certified risk, the
             cheapest policy that meets it is returned.
         strategy: "auto", "geometric", "optimized" or "label_free".
-        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience".
+        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience";
+            "learned" for a model of where stopping is right, fitted on these labels by cross-fitting; "auto" for a
+            score that is clearly better than confidence out of fold, or else confidence.
         objective: "accuracy" or "nlpd".
         certify: Guarantee to certify.
         held_out: Predictions (K, m, c) on held-out samples. By default a part of the samples of `preds` is held out,
@@ -182,7 +185,7 @@ def fit_policies(
         costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
         budgets: Largest mean costs per sample, in the unit of `costs`.
         strategy: "auto", "geometric", "optimized" or "label_free"; see `fit_policy`.
-        score: Score that the thresholds apply to.
+        score: Score that the thresholds apply to, as in `fit_policy`.
         objective: "accuracy" or "nlpd".
 
     Returns:
@@ -211,7 +214,7 @@ def check_fit_arguments(
     """Raise `InputError` for arguments that `fit_policy` refuses, before any expensive computation."""
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("objective", objective, OBJECTIVES)
-    check_score(score)
+    check_score(score, to_fit=True)
     Costs.of(costs).check_budget(budget)
 
 
@@ -228,22 +231,28 @@ class PolicyFitter:
         objective: str = "accuracy",
     ) -> None:
         """Check the arguments, which are those of `fit_policy`, and compute scores and values."""
-        check_score(score)
+        check_score(score, to_fit=True)
         preds = Predictions.of(preds)
         exits, samples, classes = preds.shape
         self.costs = check_costs(costs, exits)
         check_fit_arguments(self.costs, self.costs.values[0], "auto", score, objective)
         if samples < exits:
             raise InputError(f"`preds` must have at least as many samples as exits, {exits}, but has {samples}")
-        self.score, self.objective = score, objective
-        self._preds, self._scores = preds, exit_scores(preds, score)
-        self._values = {"expected": _compute_expected_values(preds, objective)}
         self._labels = None if labels is None else check_labels(labels, samples, classes)
+        self._fitted_score = fit_score(preds, self._labels, self.costs, score, objective)
+        self.score, self.objective = self._fitted_score.name, objective
+        self._preds, self._scores = preds, self._fitted_score.scores
+        self._values = {"expected": _compute_expected_values(preds, objective)}
         if self._labels is not None:
-            self._values["labels"] = _compute_true_values(preds, self._labels, objective)
+            self._values["labels"] = compute_true_values(preds, self._labels, objective)
         self._search = CutoffSearch(self._scores, np.asarray(self.costs.values), self._values)
         self._cross_fitted: dict[tuple[float, str], Array] = {}
         self._samples = np.arange(samples)
+
+    @property
+    def score_choice(self) -> dict[str, Any] | None:
+        """Scores that `score="auto"` compared, as in `PolicyFit.score_choice`; None if the score was given."""
+        return self._fitted_score.choice_to_dict()
 
     def certify(
         self,
@@ -305,7 +314,9 @@ class PolicyFitter:
         else:
             policies = nested_cheaper_policies(self.fit(budget, strategy), self._scores, self.costs)
         risk, held_out_classes = certificate.risk, reference_preds.predicted[-1]
-        tune_outcomes = PolicyOutcomes.from_predictions(policies, self._preds, risk, tune_classes, self._labels)
+        tune_outcomes = PolicyOutcomes.from_predictions(
+            policies, self._preds, risk, tune_classes, self._labels, self._scores
+        )
         outcomes = PolicyOutcomes.from_predictions(policies, held_out, risk, held_out_classes, held_out_labels)
         is_last_exit = reference is None
         policy = select_certified(
@@ -365,8 +376,8 @@ class PolicyFitter:
         if best is None:
             smallest = min(loss for _, loss in tried.values())
             raise InputError(
-                f"no policy loses at most {100 * max_loss:.4g} % in {risk} on these samples; "
-                f"the smallest loss is {100 * smallest:.2f} %: allow more, or use another calibration method"
+                f"no policy loses at most {100 * max_loss:.4g} points of {risk} (`max_loss`) on these samples; "
+                f"the smallest loss is {100 * smallest:.2f} points: allow more, or use another method, such as T_opt"
             )
         below = max((budget for budget in coarse if budget < best), default=best)
         fine = np.linspace(below, best, _NUM_FINE_BUDGETS + 2)[1:-1].tolist() if below < best else []
@@ -422,10 +433,12 @@ class PolicyFitter:
             value=sign * float(values[best]),
             held_out=sign * float(held_out_values[best].mean()) if exits else None,
             portfolio={name: sign * value for name, value in portfolio.items()},
+            score_choice=self.score_choice,
         )
         q = self._search.q(budget) if best == "geometric" else None
         thresholds = self._search.thresholds(cutoffs[best])
-        policy = Policy(thresholds, self.score, self.costs.unit, None, budget, strategy, q, fit=fit)
+        model = self._fitted_score.model
+        policy = Policy(thresholds, self.score, self.costs.unit, None, budget, strategy, q, fit=fit, score_model=model)
         policy = policy.with_cost(self._scores, self.costs)
         return replace(policy, cost=min(policy.cost or 0.0, budget)), best  # rounding may exceed the budget
 
@@ -433,12 +446,11 @@ class PolicyFitter:
     def _folds(self) -> list[tuple["CutoffSearch", Array]]:
         """Searches on the samples outside each fold, with the positions of the fold; empty if samples are too few."""
         exits, samples = self._scores.shape
-        num_folds = min(FOLDS, samples // max(exits, 2))
-        if num_folds < 2:
+        fold_of_sample = split_folds(samples, exits)
+        if fold_of_sample is None:
             return []
-        fold_of_sample = np.random.default_rng(0).permutation(samples) % num_folds
         folds = []
-        for fold in range(num_folds):
+        for fold in range(fold_of_sample.max() + 1):
             outside = np.flatnonzero(fold_of_sample != fold)
             values = {name: value[:, outside] for name, value in self._values.items()}
             search = CutoffSearch(self._scores[:, outside], np.asarray(self.costs.values), values)
@@ -450,8 +462,8 @@ class PolicyFitter:
         if (budget, name) not in self._cross_fitted:
             exits = np.empty(len(self._samples), dtype=np.int64)
             for search, inside in self._folds:
-                policy = Policy(search.thresholds(search.find_cutoffs(name, budget)), self.score)
-                exits[inside] = policy.exits_from_scores(self._scores[:, inside])
+                thresholds = np.asarray(search.thresholds(search.find_cutoffs(name, budget)))
+                exits[inside] = (self._scores[:, inside] >= thresholds[:, None]).argmax(axis=0)
             self._cross_fitted[budget, name] = exits
         return self._cross_fitted[budget, name]
 
@@ -472,13 +484,6 @@ class PolicyFitter:
             if gain > max_gain or (saves and best == first and gain == max_gain):
                 best, max_gain = name, gain
         return best
-
-
-def _compute_true_values(preds: Predictions, labels: Array, objective: str) -> Array:
-    """Return (K, n) whether each exit is correct, or log p(true label)."""
-    if objective == "accuracy":
-        return np.asarray(preds.predicted == labels, dtype=np.float64)
-    return np.stack([log_true(pred.log_probs, labels) for pred in preds.exits()]).astype(np.float64)
 
 
 def _compute_expected_values(preds: Predictions, objective: str) -> Array:

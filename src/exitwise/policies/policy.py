@@ -12,11 +12,13 @@ from exitwise.core.checks import check_choice, check_number, is_finite, is_numbe
 from exitwise.core.costs import UNITS, Costs
 from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.files import read_json, write_json
-from exitwise.core.predictions import Array, ExitPrediction
+from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.results import Result
 from exitwise.core.ties import break_ties
 from exitwise.policies.certificate import RISKS, Guarantee
-from exitwise.policies.scores import SCORES, ScoreState, check_score, exit_scores
+from exitwise.policies.learned_score import LearnedScore, ScoreState
+from exitwise.policies.score_choice import fit_score
+from exitwise.policies.scores import LEARNED, LEARNED_SCALE, SCORES, check_score, exit_scores
 
 VERSION = 1
 OBJECTIVES = ("accuracy", "nlpd")
@@ -40,6 +42,9 @@ class PolicyFit(Result):
         max_loss: Largest loss that was allowed, if the policy is the cheapest one for a loss; see `fit_policy`.
         loss: Its loss on these samples: out of fold or in sample, whichever is larger.
         risk: Kind of the loss, "accuracy" or "disagreement".
+        score_choice: What `score="auto"` compared: for each score its cross-fitted accuracy (or negative NLPD) as a
+            mean over nine budgets (`value`), the gain over confidence with its standard error, and its EEFP. None
+            if the score was given.
     """
 
     chosen: str
@@ -52,8 +57,11 @@ class PolicyFit(Result):
     max_loss: float | None = None
     loss: float | None = None
     risk: str | None = None
+    score_choice: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.score_choice, Mapping | None):
+            raise InputError(f"`score_choice` must be a mapping or None, but got {shorten(self.score_choice)}")
         for name in ("value", "held_out"):
             if not is_number(value := getattr(self, name)) and (name == "value" or value is not None):
                 raise InputError(f"`{name}` must be a number, but got {value!r}")
@@ -86,7 +94,8 @@ class Policy(Result):
     Args:
         thresholds: Thresholds (K,). No sample exits at a threshold of inf; the last threshold is -inf, so all remaining
             samples exit there.
-        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance" or "patience".
+        score: Score that the thresholds apply to: "confidence", "margin", "entropy", "variance", "patience" or
+            "learned".
         unit: Unit of `cost`, `budget` and `costs`: "MACs" or "ms".
         cost: Mean cost per sample on the data that the thresholds were fitted on.
         budget: Budget that was requested, if any.
@@ -95,6 +104,7 @@ class Policy(Result):
         costs: Cumulative costs (K,) of the exits.
         fit: How the policy was fitted, a `PolicyFit`.
         guarantee: What was certified.
+        score_model: Model of the score "learned", None for the others.
 
     Raises:
         InputError: If the thresholds are not numbers that end with -inf, or another value is invalid.
@@ -117,6 +127,7 @@ class Policy(Result):
     costs: tuple[float, ...] | None = None
     fit: PolicyFit | None = None
     guarantee: Guarantee | None = None
+    score_model: LearnedScore | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -131,12 +142,28 @@ class Policy(Result):
                 f"`thresholds` must be numbers, one per exit, the last -inf, but got {shorten(list(thresholds))}"
             )
         check_score(self.score)
+        self._check_score_model()
         check_choice("unit", self.unit, UNITS)
         for name in ("cost", "budget", "q"):
             if (value := getattr(self, name)) is not None and not is_finite(value):
                 raise InputError(f"`{name}` must be a finite number or None, but got {shorten(value)}")
         if self.costs is not None:
             object.__setattr__(self, "costs", check_costs(Costs(self.costs, self.unit), len(thresholds)).values)
+
+    def _check_score_model(self) -> None:
+        """Raise InputError unless there is a model, for each of the exits, exactly if the score is learned."""
+        if (self.score == LEARNED) != isinstance(self.score_model, LearnedScore) or (
+            self.score != LEARNED and self.score_model is not None
+        ):
+            raise InputError(
+                "`score_model` must be a LearnedScore for the score 'learned' and None for others, "
+                f"but got {type(self.score_model).__name__} for {self.score!r}"
+            )
+        if self.score_model is not None and len(self.score_model.exits) != len(self.thresholds):
+            raise InputError(
+                f"`score_model` must have {len(self.thresholds)} exits as the thresholds, "
+                f"but has {len(self.score_model.exits)}"
+            )
 
     def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the exit mask (n,) of the samples that reached `exit`, and the updated score state.
@@ -149,7 +176,10 @@ class Policy(Result):
         Returns:
             Whether each sample exits here (n,), and the score state (n, m) or None for the next exit.
         """
-        values, state = SCORES[self.score].compute(pred, state)
+        if self.score_model is None:
+            values, state = SCORES[self.score].compute(pred, state)
+        else:
+            values, state = self.score_model.compute(exit, pred, state)
         score = np.asarray(values, dtype=np.float32)
         with np.errstate(over="ignore"):
             threshold = np.float32(self.thresholds[exit])
@@ -165,7 +195,11 @@ class Policy(Result):
 
     def exits(self, preds: Any) -> Array:
         """Return the exit (n,), 0 to K - 1, that each sample takes, from predictions (K, n, c)."""
-        return self.exits_from_scores(exit_scores(preds, self.score))
+        return self.exits_from_scores(self.scores(preds))
+
+    def scores(self, preds: Any) -> Array:
+        """Return the scores (K, n) that the thresholds apply to, from predictions (K, n, c); ties are broken."""
+        return exit_scores(preds, self.score, self.score_model)
 
     def exits_from_scores(self, scores: Array) -> Array:
         """Return the exit (n,), 0 to K - 1, that each sample takes, from scores (K, n)."""
@@ -185,7 +219,7 @@ class Policy(Result):
         by = min(max(check_number("by", by), -_MAX_SHIFT), _MAX_SHIFT)
         if not by:
             return self
-        score = SCORES[self.score]
+        score = SCORES.get(self.score, LEARNED_SCALE)
         thresholds = [
             score.shifted(value, by, len(self.thresholds)) if isfinite(value) else value for value in self.thresholds
         ]
@@ -202,9 +236,17 @@ class Policy(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
-        parts = {name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")}
+        parts: dict[str, Any] = {
+            name: asdict(part) if (part := getattr(self, name)) else None for name in ("fit", "guarantee")
+        }
+        if self.fit is not None and self.fit.score_choice is None:
+            del parts["fit"]["score_choice"]
         costs = list(self.costs) if self.costs else None
-        return {**self.__dict__, "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
+        data = {**self.__dict__, "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
+        if self.score_model is None:  # files of other scores are as they were before there was a model
+            del data["score_model"]
+            return data
+        return {**data, "score_model": self.score_model.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
@@ -218,7 +260,9 @@ class Policy(Result):
                 name: kind(**data[name]) if data.get(name) is not None else None
                 for name, kind in (("fit", PolicyFit), ("guarantee", Guarantee))
             }
-            return cls(**{**data, "thresholds": thresholds, **parts})
+            model = data.get("score_model")
+            model = None if model is None else LearnedScore.from_dict(model)
+            return cls(**{**data, "thresholds": thresholds, **parts, "score_model": model})
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"not a usable policy: {error}") from None
         except (AttributeError, RecursionError) as error:
@@ -260,7 +304,7 @@ def thresholds_to_json(thresholds: Sequence[float]) -> list[float | str]:
     return [value if isfinite(value) else str(value) for value in thresholds]
 
 
-def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidence") -> list[Policy]:
+def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidence", labels: Any = None) -> list[Policy]:
     """Return the paper's sweep: 39 policies, q = 1/20 .. 39/20, fitted on validation predictions.
 
     The threshold of an exit is the score of the floor(n * share)-th most certain active sample, where the shares of the
@@ -269,7 +313,8 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
     Args:
         preds: Predictions, or probabilities (K, n, c).
         costs: Cumulative costs (K,) of the exits, such as `trace.costs`.
-        score: Score that the thresholds apply to.
+        score: Score that the thresholds apply to; "learned" and "auto" need `labels`, see `fit_policy`.
+        labels: True classes (n,).
 
     Returns:
         The policies, from the smallest q to the largest, with their mean cost on these predictions.
@@ -285,15 +330,18 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
         >>> len(policies), policies[0].q, policies[-1].q, policies[0].cost < policies[-1].cost
         (39, 0.05, 1.95, True)
     """
-    scores = exit_scores(preds, score)
-    costs_ = check_costs(costs, len(scores))
+    preds = Predictions.of(preds)
+    costs_ = check_costs(costs, len(preds))
+    fitted = fit_score(preds, labels, costs_, score)
+    scores = fitted.scores
     rounded = scores.astype(np.float32)  # the sweep does not break ties
     policies = []
     for p in range(1, 40):
         # q = p / 20 as integer weights, so that a share of exactly 30 samples is not rounded down to 29
         weights = [p**k * 20 ** (len(scores) - k) for k in range(1, len(scores) + 1)]
         counts = [scores.shape[1] * weight // sum(weights) for weight in weights]
-        policy = Policy(_thresholds_for_counts(rounded, counts), score, costs_.unit, strategy="public", q=p / 20)
+        thresholds = _thresholds_for_counts(rounded, counts)
+        policy = Policy(thresholds, fitted.name, costs_.unit, strategy="public", q=p / 20, score_model=fitted.model)
         policies.append(policy.with_cost(scores, costs_))
     return policies
 

@@ -10,9 +10,12 @@ import numpy as np
 from exitwise.core.checks import check_choice
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Array, ExitPrediction, Predictions, max_prob, negative_entropy
-from exitwise.core.ties import break_ties, tie_spread
+from exitwise.core.ties import break_ties, hash_probs, spread_ties, tie_spread
+from exitwise.policies.learned_score import LearnedScore, learned_scores
+from exitwise.policies.learned_score import ScoreState as ScoreState
 
-ScoreState = Array | None  # (n, m): what a score carries from exit to exit; None if nothing
+LEARNED = "learned"  # the score that `learned_score.py` fits; it needs a model, and so is not in `SCORES`
+AUTO = "auto"  # the score that cross-fitting chooses
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,25 @@ SCORES: Mapping[str, Score] = {
 }
 
 
-def check_score(score: Any) -> None:
-    """Raise `InputError` unless `score` is the name of a score."""
-    check_choice("score", score, SCORES)
+LEARNED_SCALE = Score(_confidence, full_certainty=1.0)  # a probability; without a model it is the confidence
 
 
-def exit_scores(preds: Any, score: str = "confidence") -> Array:
-    """Return the scores (K, n) of predictions (K, n, c) as float64, with ties broken (see `break_ties`)."""
+def check_score(score: Any, to_fit: bool = False) -> None:
+    """Raise `InputError` unless `score` is the name of a score; to fit a policy, "auto" is one too."""
+    check_choice("score", score, (*SCORES, LEARNED, *((AUTO,) if to_fit else ())))
+
+
+def exit_scores(preds: Any, score: str = "confidence", model: LearnedScore | None = None) -> Array:
+    """Return the scores (K, n) of predictions (K, n, c) as float64, with ties broken (see `break_ties`).
+
+    The score "learned" needs its `model`.
+    """
     check_score(score)
+    predictions = Predictions.of(preds)
+    if score == LEARNED:
+        if model is None:
+            raise InputError("`score` 'learned' needs its model: use `fit_policy` with labels, or `Policy.scores`")
+        return break_ties_of(predictions, learned_scores(model, predictions))
     state: ScoreState = None
 
     def score_exit(pred: ExitPrediction) -> Array:
@@ -104,4 +118,9 @@ def exit_scores(preds: Any, score: str = "confidence") -> Array:
         values, state = SCORES[score].compute(pred, state)
         return break_ties(values, pred.probs)
 
-    return Predictions.of(preds).reduce(score, score_exit, variance=score == "variance")
+    return predictions.reduce(score, score_exit, variance=score == "variance")
+
+
+def break_ties_of(preds: Predictions, scores: Array) -> Array:
+    """Return scores (K, n) of predictions without ties; the hashes of the samples are computed once."""
+    return spread_ties(scores, preds.reduce("tie hashes", lambda pred: hash_probs(pred.probs)))

@@ -10,6 +10,7 @@ from exitwise.calibration.trace import Split
 from exitwise.core.predictions import Array, Predictions
 from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.evaluation.metrics import BINS, StoppingRanks, bin_of
+from exitwise.policies.learned_score import LearnedScore
 from exitwise.policies.policy import Policy
 from exitwise.policies.scores import exit_scores
 from exitwise.runs.policies import CalibratedSplits
@@ -31,12 +32,13 @@ class EvaluatedModel:
 
     def stopping_ranks(self, policy: Policy) -> StoppingRanks:
         """Return the ranks that the EEFP of a policy is computed from; those of a score are computed once."""
-        if policy.score not in self._stopping_ranks:
-            self._stopping_ranks[policy.score] = self.per_sample.stopping_ranks(exit_scores(self.preds, policy.score))
-        return self._stopping_ranks[policy.score]
+        key = (policy.score, policy.score_model)
+        if key not in self._stopping_ranks:
+            self._stopping_ranks[key] = self.per_sample.stopping_ranks(policy.scores(self.preds))
+        return self._stopping_ranks[key]
 
     @cached_property
-    def _stopping_ranks(self) -> dict[str, StoppingRanks]:
+    def _stopping_ranks(self) -> dict[tuple[str, LearnedScore | None], StoppingRanks]:
         return {}
 
     @cached_property

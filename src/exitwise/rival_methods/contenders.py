@@ -19,7 +19,9 @@ from exitwise.core.errors import InputError, first_line
 from exitwise.core.predictions import Array, ExitPrediction, Predictions, max_prob
 from exitwise.core.stopping import stopping_is_right
 from exitwise.core.ties import break_ties
-from exitwise.policies.scores import exit_scores
+from exitwise.policies.learned_score import EARLIER_FEATURES, FEATURES
+from exitwise.policies.score_choice import fit_score
+from exitwise.policies.scores import LEARNED, exit_scores
 from exitwise.rival_methods import external
 from exitwise.rival_methods.calibrators import CALIBRATORS, MAX_MATRIX_SIZE, Calibrator, Fit
 from exitwise.rival_methods.geometric import combine, fit_geometric_ensemble
@@ -61,6 +63,7 @@ class Arena:
         if trace.test is None:
             raise InputError("the trace has no test split, which rivals are compared on")
         self.trace, self.val, self.test, self.seed = trace, trace.val, trace.test, seed
+        self._calibrations: dict[str, tuple[Calibration, float]] = {}
 
     def logits(self, split: Split, k: int) -> Tensor:
         """Return the logits (n, c) of exit k in float64."""
@@ -82,6 +85,14 @@ class Arena:
 
         return Predictions((self.trace.num_exits, len(split), self.trace.num_classes), exits)
 
+    def calibrate(self, name: str) -> tuple[Calibration, float]:
+        """Return the calibration by a method of ours, and the seconds that it took; a second call finds it done."""
+        if name not in self._calibrations:
+            start = perf_counter()
+            calibration = Tuner(self.trace, seed=self.seed).calibrate(name)
+            self._calibrations[name] = (calibration, perf_counter() - start)
+        return self._calibrations[name]
+
     @cached_property
     def vanilla(self) -> Calibration:
         """The net without calibration."""
@@ -98,7 +109,7 @@ class Arena:
 
     @cached_property
     def has_too_many_classes(self) -> bool:
-        """Whether a matrix of classes times classes would take minutes to fit."""
+        """True if a matrix of classes times classes would take minutes to fit."""
         return len(self.val) * self.trace.num_classes**2 > MAX_MATRIX_SIZE
 
 
@@ -136,15 +147,25 @@ def _by_confidence(val: Predictions, test: Predictions, seconds: float, macs: in
     return Contender(test, exit_scores(val), exit_scores(test), seconds, macs)
 
 
-def _run_method(name: str) -> Callable[[Arena], Contender]:
+def _run_method(name: str, score: str = "confidence") -> Callable[[Arena], Contender]:
     def run(arena: Arena) -> Contender:
+        calibration, seconds = arena.calibrate(name)
+        val, test = calibration.predict(arena.val), calibration.predict(arena.test)
+        macs = method_macs(calibration.method, arena.trace)
         start = perf_counter()
-        calibration = Tuner(arena.trace, seed=arena.seed).calibrate(name)
-        seconds = perf_counter() - start
-        preds = (calibration.predict(arena.val), calibration.predict(arena.test))
-        return _by_confidence(*preds, seconds, method_macs(calibration.method, arena.trace))
+        fitted = fit_score(val, arena.val.labels.numpy(), arena.trace.costs, score)
+        seconds += perf_counter() - start
+        if fitted.name == LEARNED:
+            macs += learned_score_macs(arena.trace)
+        return Contender(test, fitted.scores, exit_scores(test, fitted.name, fitted.model), seconds, macs)
 
     return run
+
+
+def learned_score_macs(trace: Trace) -> int:
+    """Return the MACs of the learned score: entropy and largest probabilities, then the weighted sum of features."""
+    own, earlier = len(FEATURES), len(EARLIER_FEATURES)
+    return sum(4 * trace.num_classes + own + earlier * k + 1 for k in range(trace.num_exits - 1))
 
 
 def method_macs(method: Method, trace: Trace) -> int:
@@ -187,7 +208,8 @@ def _run_rule(score: str, macs: int) -> Callable[[Arena], Contender]:
 def _run_geometric(arena: Arena) -> Contender:
     trace = arena.trace
     start = perf_counter()
-    log_probs = [arena.logits(arena.val, k).log_softmax(dim=1) for k in range(trace.num_exits)]
+    # Half of the memory of float64, in which the sums are.
+    log_probs = [arena.logits(arena.val, k).log_softmax(dim=1).float() for k in range(trace.num_exits)]
     fitted = [fit_geometric_ensemble(log_probs[: k + 1], arena.val.labels) for k in range(trace.num_exits)]
     seconds = perf_counter() - start
 
@@ -196,7 +218,7 @@ def _run_geometric(arena: Arena) -> Contender:
 
         def exit_log_probs(k: int) -> Tensor:
             del parts[k:]  # another pass over the exits
-            parts.append(arena.logits(split, k).log_softmax(dim=1))
+            parts.append(arena.logits(split, k).log_softmax(dim=1).float())
             return combine(parts, *fitted[k])
 
         return arena.predictions(split, exit_log_probs)
@@ -233,7 +255,8 @@ def _run_stopping_heads(arena: Arena) -> Contender:
 
 
 def _run_laplace_torch(arena: Arena) -> Contender:
-    import laplace  # noqa: F401 - its import is not part of the time to fit
+    with external.quiet():
+        import laplace  # noqa: F401 - its import is not part of the time to fit
 
     start = perf_counter()
     parts = zip(arena.trace.heads, arena.val.features, strict=True)
@@ -270,6 +293,7 @@ _OURS_KIND, _CALIBRATION, _RULE, _SOFTWARE = "exitwise", "calibration", "exit ru
 
 ENTRIES: Mapping[str, Entry] = {
     **{name: Entry(_run_method(name), name, _OURS_KIND, "exitwise") for name in OUR_METHODS},
+    "learned score": Entry(_run_method(AUTO, LEARNED), "auto, learned score", _OURS_KIND, "exitwise"),
     **{
         name: Entry(_run_calibrator(name), name if name in ("ETS",) else f"{name} scaling", _CALIBRATION, source)
         for name, source in {

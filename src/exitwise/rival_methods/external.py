@@ -23,7 +23,7 @@ _BATCH = 1000
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the warnings of other packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def _quiet() -> Iterator[None]:
 
 def fit_structured_matrix(logits: Tensor, labels: Tensor) -> Calibrator:
     """Fit structured matrix scaling (Berta et al., 2026) with probmetrics: ridge penalty, its default strengths."""
-    with _quiet():
+    with quiet():
         from probmetrics.calibrators import SMSCalibrator
 
         calibrator = SMSCalibrator(opt="bfgs", penalty="ridge", print_init_info=False)
@@ -40,7 +40,7 @@ def fit_structured_matrix(logits: Tensor, labels: Tensor) -> Calibrator:
     classes = logits.shape[1]
 
     def log_probs(z: Tensor) -> Tensor:
-        with _quiet():
+        with quiet():
             probs = torch.from_numpy(np.asarray(calibrator.predict_proba(z.softmax(dim=1).numpy()))).double()
         tiny = torch.finfo(torch.float32).tiny
         return (probs / probs.sum(dim=1, keepdim=True)).clamp(min=tiny).log()
@@ -54,7 +54,7 @@ def fit_laplace(head: HeadWeights, features: Tensor, labels: Tensor) -> Calibrat
     The trace has no features of training samples, so that the curvature is that of the validation samples. The prior
     precision maximizes the marginal likelihood.
     """
-    with _quiet():
+    with quiet():
         from laplace import Laplace
 
         weights = head.to_float32()
@@ -72,7 +72,7 @@ def fit_laplace(head: HeadWeights, features: Tensor, labels: Tensor) -> Calibrat
             posterior.optimize_prior_precision(pred_type="nn", method="marglik", link_approx="mc")
 
     def log_probs(x: Tensor) -> Tensor:
-        with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # the same draws for every split
             parts = [
                 posterior(part, pred_type="nn", link_approx="mc", n_samples=LAPLACE_DRAWS)
@@ -108,7 +108,7 @@ def earlyon_thresholds(
     Returns:
         Temperatures (K,), and thresholds (J, K) on the largest probability; inf where an exit is switched off.
     """
-    with _quiet():
+    with quiet():
         from earlyon.core.thresholds import calibrate_thresholds_for_budget
         from earlyon.core.types import EarlyExitConfig, ExitPoint
 

@@ -22,7 +22,7 @@ from exitwise.core.results import Result
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.evaluation.metrics import StoppingRanks, stopping_is_right
-from exitwise.evaluation.paper_tables import _get_budget_range as get_budget_range
+from exitwise.evaluation.paper_tables import get_budget_range
 from exitwise.rival_methods.advice import advise
 from exitwise.rival_methods.contenders import ENTRIES, NEEDS_TRAINING, Arena, Contender, NotRunError, run_entry
 from exitwise.rival_methods.risk_control import RiskRow, compare_risk_control
@@ -221,7 +221,7 @@ def rivals(
         not_run={name: not_run[name] for name in chosen if name in not_run},
         needs_training=NEEDS_TRAINING,
         risk_control=compare_risk_control(trace) if only is None else (),
-        advice=advise(len(arena.val), trace.num_classes),
+        advice=advise(len(arena.val)),
     )
 
 
@@ -239,25 +239,9 @@ class _Judge:
     def row(self, name: str, contender: Contender) -> RivalRow:
         """Return the row of a contender."""
         entry = ENTRIES[name]
-        thresholds = contender.thresholds
-        if thresholds is None:
-            thresholds = sweep_thresholds(contender.val_scores)
-        per_sample = PerSampleMetrics.of(contender.test, self._labels)
-        exits = [policy_exits(contender.test_scores, row) for row in thresholds]
-        costs = np.array([self._costs[taken].mean() for taken in exits])
-        correct = per_sample.rank == 0
-        points = [per_sample.metrics(taken) for taken in exits]
-        values = {
-            key: _finite(mean_over_costs(costs, np.array([point[key] for point in points]), *self._range))
-            for key in METRICS
-            if key != "eefp"
-        }
-        ranks = StoppingRanks(contender.test_scores.astype(np.float32), correct)  # rounding restores ties
-        values["eefp"] = ranks.mean()
-        visited = [ranks.mean(taken) for taken in exits]
-        is_defined = all(value is not None for value in visited)
-        visited_mean = mean_over_costs(costs, np.array(visited, dtype=np.float64), *self._range) if is_defined else None
-        resampled = self._resampled(per_sample, exits, contender.test_scores, correct, values)
+        measured = measure(contender, self._labels, self._costs, self._range)
+        values = measured.values
+        resampled = self._resampled(measured, contender.test_scores)
         difference: dict[str, float] = {}
         intervals: dict[str, tuple[float, float]] = {}
         if self._reference is None:
@@ -275,9 +259,9 @@ class _Judge:
             label=entry.label,
             kind=entry.kind,
             source=entry.source,
-            **values,  # type: ignore[arg-type]
-            eefp_visited=None if visited_mean is None else float(visited_mean),
-            eefp_per_exit=ranks.per_exit(),
+            **values,
+            eefp_visited=measured.eefp_visited,
+            eefp_per_exit=measured.eefp_per_exit,
             seconds=contender.seconds,
             added_macs=contender.macs,
             added_cost=share,
@@ -285,11 +269,10 @@ class _Judge:
             intervals=intervals,
         )
 
-    def _resampled(
-        self, per_sample: PerSampleMetrics, exits: list[Array], scores: Array, correct: Array, values: dict[str, Any]
-    ) -> dict[str, Array]:
+    def _resampled(self, measured: "Measured", scores: Array) -> dict[str, Array]:
         """Return the compared metrics (R,) on every resample."""
-        samples = np.arange(len(self._labels))
+        per_sample, exits, values = measured.per_sample, measured.exits, measured.values
+        correct, samples = per_sample.rank == 0, np.arange(len(self._labels))
         tables = [metric_columns(per_sample, taken, self._costs) for taken in exits]
         means = self._bootstrap.resampled_means(np.concatenate(tables, axis=1)).astype(np.float64)
         means = means.reshape(len(means), len(exits), -1)  # (R, J, columns)
@@ -321,6 +304,36 @@ class _Judge:
         area = np.array([table[:, 0].sum() / table[:, 1].sum() for table in columns])
         counts = np.maximum(sums[:, :, 1::2], 1e-9)  # a resample may have none of one kind
         return np.asarray((sums[:, :, ::2] / counts).sum(axis=2) - area)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Metrics of a contender on the test split, and what they were computed from."""
+
+    values: dict[str, Any]  # means over the budget range, by the names of `METRICS`
+    eefp_visited: float | None
+    eefp_per_exit: tuple[float | None, ...]
+    per_sample: PerSampleMetrics
+    exits: list[Array]
+
+
+def measure(contender: Contender, labels: Array, costs: Array, budget_range: tuple[float, float]) -> Measured:
+    """Measure a contender on test samples with labels (m,), for costs (K,) of the exits."""
+    thresholds = sweep_thresholds(contender.val_scores) if contender.thresholds is None else contender.thresholds
+    per_sample = PerSampleMetrics.of(contender.test, labels)
+    exits = [policy_exits(contender.test_scores, row) for row in thresholds]
+    mean_costs = np.array([costs[taken].mean() for taken in exits])
+    points = [per_sample.metrics(taken) for taken in exits]
+    values = {
+        key: _finite(mean_over_costs(mean_costs, np.array([point[key] for point in points]), *budget_range))
+        for key in METRICS
+        if key != "eefp"
+    }
+    ranks = StoppingRanks(contender.test_scores.astype(np.float32), per_sample.rank == 0)  # rounding restores ties
+    values["eefp"] = ranks.mean()
+    visited = np.array([ranks.mean(taken) for taken in exits], dtype=np.float64)  # NaN where it is undefined
+    visited_mean = _finite(mean_over_costs(mean_costs, visited, *budget_range))
+    return Measured(values, visited_mean, ranks.per_exit(), per_sample, exits)
 
 
 def _finite(value: Array) -> float | None:

@@ -31,11 +31,14 @@ def parse_budget(text: str, costs: Costs, check: bool = True) -> float:
     budget = value / 100 * high if unit == "%" else value
     if not check or low <= budget <= high:
         return budget
+    if len(costs.values) == 1:
+        raise InputError(f"`--budget` {text.strip()} must be 100%: the net has only one exit")
     limits = f"{low:.10g} to {high:.10g} {unit}"
     if unit == "%":
         limits = f"{ceil(1000 * low / high) / 10:g}% to 100%"
-    is_percentage = unit != "%" and budget < low and 100 * low / high <= value <= 100
-    meant = f"; did you mean {value:g}%?" if is_percentage else ""
+    percentage = 100 * value if value <= 1 else value  # 0.5 and 50 were probably meant as 50 %
+    is_percentage = unit != "%" and budget < low and 100 * low / high <= percentage <= 100
+    meant = f"; did you mean {percentage:g}%?" if is_percentage else ""
     side = "below the cost of the first exit" if budget < low else "above the cost of the last exit"
     raise InputError(f"`--budget` {text.strip()} is {side}: it must lie in {limits}{meant}")
 

@@ -12,7 +12,7 @@ from exitwise import data
 from exitwise.calibration.collect import collect
 from exitwise.calibration.trace import Trace
 from exitwise.core.distributed import rank
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Progress
@@ -75,7 +75,11 @@ def collect_existing_run(
     net = load_checkpoint(rebuild_net(run, function), run.net_file)
     splits = load_splits(run, root)
     _launch(options.machine, net)
-    trace = _collect(net, splits, options, with_train=not run.metadata["data"].get("without_train"))
+    try:
+        trace = _collect(net, splits, options, with_train=not run.metadata["data"].get("without_train"))
+    except UnreadableImageError as error:  # the run's images are fixed, so that --skip-unreadable comes too late
+        problem = str(error).removesuffix("; --skip-unreadable skips such files")
+        raise InputError(f"{problem}; replace the file, or make the run again with --skip-unreadable") from None
     if rank() == 0:
         training = run.metadata.get("training")
         if training is None or training.get("freeze_backbone"):  # exitwise train holds out its validation images

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.calibration.methods import MethodChoice
+from exitwise.calibration.methods import VANILLA, MethodChoice
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.checks import check_integer
@@ -19,7 +19,6 @@ from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.policies.certificate import Certificate, NotCertifiedError
 from exitwise.policies.fit import check_fit_arguments
 from exitwise.policies.policy import Policy, sweep, thresholds_to_json
-from exitwise.policies.scores import exit_scores
 from exitwise.runs import policies
 from exitwise.runs.run import Run
 
@@ -35,7 +34,7 @@ class PolicyRow(Result):
     `intervals` are bootstrap intervals (95 %) of test cost, top1, nlpd, ece and gain. `gain` is the difference in
     accuracy to the paper's sweep at the same test cost, interpolated between its two nearest policies; None for the
     sweep itself and for costs that it does not reach. `eefp` is that of the score on all test samples, `eefp_visited`
-    that on the samples that reach each exit; None if undefined.
+    that on the samples that reach each exit; None if undefined. `requested_score` is "auto" if that chose the score.
     """
 
     method: str
@@ -55,6 +54,7 @@ class PolicyRow(Result):
     thresholds: tuple[float, ...]
     eefp: float | None = None
     eefp_visited: float | None = None
+    requested_score: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "thresholds": thresholds_to_json(self.thresholds)}
@@ -135,15 +135,20 @@ class Comparison:
                     certifying = policies.calibrate_run(run, tuner, certified_method, certificate)
                     certified_test = certifying.calibration.predict(trace.test)
                     certified_metrics = PerSampleMetrics.of(certified_test, trace.test.labels.numpy())
-            paper_sweep = sweep(calibrated.preds, costs=costs, score=score)
-            evaluator = _TestEvaluator(test, trace.test.labels.numpy(), paper_sweep, costs, bootstrap)
             options = {name: policies.PolicyOptions(name, score, self.objective) for name in STRATEGIES}
+            if method.name == VANILLA:
+                options = {name: strategy_options.for_baseline(method) for name, strategy_options in options.items()}
+            chosen_score, sentence = calibrated.resolve_score(costs, options["auto"])
+            if sentence is not None:
+                notes.append(f"{method.name}: {sentence}")
+            paper_sweep = sweep(calibrated.preds, costs=costs, score=chosen_score, labels=trace.val.labels)
+            evaluator = _TestEvaluator(test, trace.test.labels.numpy(), paper_sweep, costs, bootstrap, score)
             certified_options = replace(options["auto"], certificate=certificate)
             for budget in dict.fromkeys(self.budgets):
                 paper_policy = evaluator.sweep_policy_within(budget)
                 if paper_policy is None:
                     limit = f"{budget:.6g} {costs.unit} or less"
-                    notes.append(f"{method.name}, {score}: the paper's sweep has no policy for {limit}.")
+                    notes.append(f"{method.name}, {chosen_score}: the paper's sweep has no policy for {limit}.")
                 else:
                     rows.append(evaluator.row(method.name, PUBLIC, paper_policy, budget))
                 for name, strategy_options in options.items():
@@ -154,7 +159,7 @@ class Comparison:
                     try:
                         certified = certifying.fit_policy(costs, budget, certified_options)
                     except NotCertifiedError as error:
-                        notes.append(f"{method.name}, {score}: {error}.")
+                        notes.append(f"{method.name}, {chosen_score}: {error}.")
                         continue
                     rows.append(
                         evaluator.row(method.name, CERTIFIED, certified, budget, (certified_test, certified_metrics))
@@ -182,13 +187,19 @@ class _TestEvaluator:
     """Evaluates policies of one method on the test samples, and compares them with the paper's sweep."""
 
     def __init__(
-        self, preds: Predictions, labels: Array, public: Sequence[Policy], costs: Costs, bootstrap: Bootstrap
+        self,
+        preds: Predictions,
+        labels: Array,
+        public: Sequence[Policy],
+        costs: Costs,
+        bootstrap: Bootstrap,
+        requested_score: str,
     ) -> None:
-        self._preds, self._public = preds, public
+        self._preds, self._public, self._requested_score = preds, public, requested_score
         self._costs, self._bootstrap = np.asarray(costs.values), bootstrap
         self._per_sample = PerSampleMetrics.of(preds, labels)
         self._all = np.arange(len(labels))
-        table = exit_scores(preds, public[0].score)
+        table = public[0].scores(preds)
         exits = [policy.exits_from_scores(table) for policy in public]
         order = np.argsort([self._costs[taken].mean() for taken in exits], kind="stable")
         self._sweep_costs = np.array([self._costs[exits[i]].mean() for i in order])
@@ -209,7 +220,7 @@ class _TestEvaluator:
     ) -> PolicyRow:
         """Return the row of a policy; `other` has the predictions of another calibration, if it was fitted on that."""
         preds, per_sample = other or (self._preds, self._per_sample)
-        scores = exit_scores(preds, policy.score)
+        scores = policy.scores(preds)
         exits = policy.exits_from_scores(scores)
         ranks = per_sample.stopping_ranks(scores)
         table = metric_columns(per_sample, exits, self._costs)
@@ -237,6 +248,7 @@ class _TestEvaluator:
             thresholds=policy.thresholds,
             eefp=ranks.mean(),
             eefp_visited=ranks.mean(exits),
+            requested_score=self._requested_score,
         )
 
     def _sweep_accuracy_at(self, cost: float) -> Array | None:

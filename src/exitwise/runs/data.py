@@ -99,7 +99,7 @@ def _choose_size(train: Any, val: Any, test: Any, given: int | None) -> tuple[An
     if own == size:
         steps = f"are {size} x {size} pixels, as in the files"
     else:
-        default = "" if given else " (the files have several sizes; --image-size chooses another)"
+        default = "" if given else " (the files are not squares of one size; --image-size chooses another)"
         steps = f"are scaled to a short side of {round(size * MARGIN)} and cropped to {size} x {size} pixels{default}"
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (train.mean, train.std))
     if is_rank_zero():

@@ -13,6 +13,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.certificate import Certificate
 from exitwise.policies.policy import Policy
+from exitwise.policies.scores import AUTO as AUTO_SCORE
 from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.data import run_preprocessing
@@ -53,7 +54,7 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
     trace = run.trace()
     former = run.policy() if chosen is None else chosen.policy
     costs, budget = cast("tuple[Costs, float | None]", _choose_budget(run, trace, options, former))
-    policy_options = PolicyOptions() if former is None else PolicyOptions.of(former)
+    policy_options = PolicyOptions(score=AUTO_SCORE) if former is None else PolicyOptions.of(former)
     if options.score is not None:
         policy_options = replace(policy_options, score=options.score)
     if options.strategy is not None:

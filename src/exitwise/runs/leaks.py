@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ _MIN_GAP = 0.01  # smaller differences of accuracies are never reported
 _STANDARD_ERRORS = 3  # differences below so many are chance
 _CHANCE_GAP = 0.02  # accuracies up to so much above guessing are reported
 _MIN_SAMPLES = 50  # fewer say nothing about chance
+_MAX_NAME = 60  # characters of a file name in a message; several fit into one line
 _NEARLY_ALL = 0.995  # accuracy that is suspicious wherever it is reached
 
 
@@ -55,14 +57,21 @@ def warn_of_shared_images(splits: data.Splits[Any]) -> None:
     """Log in one line how many image files of a split have the same content as files of another."""
     named = {"training": splits.train, "validation": splits.val, "test": splits.test}
     sets = {name: part for name, part in named.items() if isinstance(part, ImageFileSet)}
-    notes = []
+    notes: list[str] = []
     for ours, theirs in (("training", "validation"), ("training", "test"), ("validation", "test")):
         if ours in sets and theirs in sets and (pairs := find_shared_files(sets[ours], sets[theirs])):
             first, second = pairs[0]
-            count, total = len(pairs), len(sets[theirs])
-            notes.append(f"{count} of {total} {theirs} images are also {ours} images (such as {second} and {first})")
+            example = "" if notes else f" (such as {_name_file(second)} and {_name_file(first)})"
+            notes.append(f"{len(pairs)} of {len(sets[theirs])} {theirs} images are also {ours} images{example}")
     if notes:
         _log.warning("%s: accuracy and calibration will look too good", "; ".join(notes))
+
+
+def _name_file(path: Path) -> str:
+    """Return a path for a message: relative to the working directory if it is there, and the end of a long one."""
+    file = path.absolute()
+    name = str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(path)
+    return name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}"
 
 
 def last_exit_accuracy(net: MultiExitNet, images: Any, split: str, batch_size: int = 64) -> Accuracy:
@@ -113,11 +122,12 @@ def warn_of_accuracies(accuracies: list[Accuracy], classes: int) -> None:
     val = accuracies[0]
     by_split = {accuracy.split: accuracy for accuracy in accuracies}
     test, train = by_split.get("test"), by_split.get("training")
-    if val.is_chance(classes):
+    largest = max(accuracies, key=lambda accuracy: accuracy.samples)  # the validation images may be few
+    if largest.is_chance(classes):
         _log.warning(
             "the last exit is right on %s, about as often as guessing among %d classes: "
             "size, crop or normalization of the images, or the order of classes, probably differ from its training",
-            val,
+            largest,
             classes,
         )
     elif test is not None and val.exceeds(test):

@@ -195,8 +195,8 @@ class ClassifierOptions:
     score: Annotated[
         str | None,
         Option(
-            help="Exit score: confidence, margin, entropy, variance or patience.",
-            show_default="the evaluated one, or confidence",
+            help="Exit score: confidence, margin, entropy, variance, patience, learned, or auto.",
+            show_default="the evaluated one, or auto",
         ),
     ] = None
     strategy: Annotated[

@@ -21,6 +21,9 @@ from exitwise.evaluation.evaluate import Evaluation, evaluate
 from exitwise.policies.certificate import Certificate, Guarantee
 from exitwise.policies.fit import PolicyFitter, check_fit_arguments, fit_policy, split_held_out
 from exitwise.policies.policy import Policy
+from exitwise.policies.score_choice import describe_choice
+from exitwise.policies.scores import AUTO as AUTO_SCORE
+from exitwise.rival_methods.advice import note_few_labels
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
@@ -60,13 +63,17 @@ class PolicyOptions:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
 
     def for_baseline(self, method: Method) -> "PolicyOptions":
-        """Return options that a baseline can meet: `confidence` for `variance` without draws, and no certified loss."""
+        """Return options that a baseline can meet: `confidence` for `variance` without draws, and no certified loss.
+
+        The score that `auto` chooses is for the calibrated net; a baseline has `confidence`, as in the paper.
+        """
         certificate = self.certificate
         if certificate is not None and certificate.risk is not None:
             # A baseline that cannot be certified must not fail the command.
             delta = certificate.budget_delta
             certificate = None if delta is None else Certificate(delta, hold=certificate.hold, seed=certificate.seed)
-        score = "confidence" if self.score == "variance" and not method.has_variance else self.score
+        unsuitable = self.score == AUTO_SCORE or (self.score == "variance" and not method.has_variance)
+        score = "confidence" if unsuitable else self.score
         return replace(self, score=score, certificate=certificate)
 
 
@@ -113,6 +120,13 @@ class CalibratedSplits:
         if budget is None and policy.guarantee is not None:
             policy = replace(policy, guarantee=replace(policy.guarantee, reference=PLAIN))
         return policy
+
+    def resolve_score(self, costs: Costs, options: PolicyOptions) -> tuple[str, str | None]:
+        """Return the name of the score of these options, and a sentence on the choice if it is `auto`."""
+        fitter = self._fitter(costs, options.score, options.objective)
+        choice = fitter.score_choice
+        sentence = None if choice is None else describe_choice(fitter.score, choice, options.objective)
+        return fitter.score, sentence
 
     @cached_property
     def _held_out_preds(self) -> Predictions | None:
@@ -184,7 +198,7 @@ def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
         calibration = tuner.calibrate(method)
         calibration.save(run.calibration_file(method))
         if method.name != VANILLA:  # which has nothing to tune
-            print(f"exitwise: calibrated with {method.name}, as the run had not been", file=sys.stderr)
+            print(f"exitwise: no saved calibration: calibrated with {method.name}", file=sys.stderr)
     return calibration
 
 
@@ -293,7 +307,7 @@ def evaluate_run(
         name, pair = _evaluate_vanilla(Run(other), spent, costs.unit)
         models[name] = pair
     samples["tested_on"] = {"split": "test", "samples": len(trace.test)}
-    notes = describe_values_at_bounds(chosen.calibration)
+    notes = note_few_labels(len(trace.val)) + describe_values_at_bounds(chosen.calibration, run.search_command(method))
     max_loss = None
     if budget is None:
         last = evaluate(plain_preds, labels=trace.test.labels, policy=policy, costs=costs).per_exit[-1].top1

@@ -92,7 +92,7 @@ class Summary:
 
     @property
     def all_failed(self) -> bool:
-        """Whether there are rows, of this call or before, and each has an error."""
+        """True if there are rows, of this call or before, and each has an error."""
         rows = self.images + self.former
         return rows > 0 and self.errors + self.former_errors == rows
 

@@ -65,6 +65,10 @@ class Run:
             words += [word for name in net.split(",") for word in ("--net", name)]
         return shlex.join(words)
 
+    def search_command(self, method: Method) -> str:
+        """Return the command, in backticks, that tunes a method beyond the grid."""
+        return f"`{self.command('calibrate', '--method', method.name, '--search', 'continuous')}`"
+
     @property
     def name(self) -> str:
         return self.directory.resolve().name

@@ -12,7 +12,7 @@ import torch
 
 from exitwise import data
 from exitwise.core.distributed import rank, run_on_rank_zero
-from exitwise.core.errors import AllRanksError, InputError
+from exitwise.core.errors import AllRanksError, InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.models.net import MultiExitNet
@@ -102,9 +102,11 @@ def train_new_run(
         return _run_training(trainer, execution, callback)
     except TrainingInterruptedError:
         raise
-    except Exception:
-        # A run without a complete epoch would only block the next attempt, such as one with --skip-unreadable.
-        if rank() == 0 and not (directory / "history.csv").exists():
+    except Exception as error:
+        # A run without a checkpoint would only block the next attempt. So would one whose first epoch met an image that
+        # cannot be read: it cannot be resumed with --skip-unreadable, which changes the images.
+        is_start = isinstance(error, UnreadableImageError) and not (directory / "history.csv").exists()
+        if rank() == 0 and (is_start or _has_no_checkpoint(trainer, directory)):
             shutil.rmtree(directory, ignore_errors=True)
         raise
 

@@ -25,7 +25,6 @@ from exitwise.core.results import Result
 from exitwise.models.net import MultiExitNet
 from exitwise.policies.cutoffs import ScoreRanking
 from exitwise.policies.policy import Policy
-from exitwise.policies.scores import exit_scores
 from exitwise.runtime import engine
 from exitwise.runtime.classifier import Classifier
 
@@ -177,7 +176,7 @@ BACKENDS: Mapping[str, Callable[[Classifier, tuple[int, ...], int], BenchTarget]
 
 def match_exit_shares(policy: Policy, preds: Any, shares: Sequence[float]) -> Policy:
     """Return a copy of the policy whose thresholds let a share `shares[k]` of the samples of `preds` exit at exit k."""
-    ranking = ScoreRanking(exit_scores(preds, policy.score))
+    ranking = ScoreRanking(policy.scores(preds))
     counts = np.rint(np.asarray(shares) * ranking.samples)
     return replace(policy, thresholds=ranking.thresholds(ranking.cutoffs_for_counts(counts)))
 

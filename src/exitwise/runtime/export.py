@@ -77,6 +77,15 @@ class StageGraph(nn.Module):
         return tuple(outputs)
 
 
+def require_onnx() -> None:
+    """Raise InputError if a package that an export needs is not installed."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
+
+
 def export(classifier: Exportable, path: str | Path, example: Any = None, force: bool = False) -> None:
     """Write the bundle to a folder atomically.
 
@@ -87,11 +96,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
             the preprocessing nor the net's preset gives the shape of an image.
         force: Whether to replace an existing bundle.
     """
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
+    require_onnx()
     batch = _make_example_batch(classifier, example)
     inputs = _describe_inputs(batch)
     with atomic_directory(path, force, MANIFEST, "a bundle") as folder:

@@ -139,7 +139,12 @@ class OnnxBackend:
         for spec, array in zip(self._manifest.inputs, arrays, strict=True):
             if array.ndim == 0 or array.shape[1:] != spec.shape:
                 expected = ", ".join(map(str, spec.shape))
-                raise InputError(f"`{_argument_name(spec)}` must have shape (n, {expected}), but have {array.shape}")
+                also = ""
+                if array.dtype != np.uint8 and self._has_rgb_shape(array):
+                    also = f"; (height, width, 3) is for RGB bytes (uint8), but these are {array.dtype}"
+                raise InputError(
+                    f"`{_argument_name(spec)}` must have shape (n, {expected}), but have {array.shape}{also}"
+                )
         if len({len(array) for array in arrays}) > 1:
             raise InputError(
                 f"all inputs must have the same number of samples, but have {[len(array) for array in arrays]}"
@@ -160,8 +165,12 @@ class OnnxBackend:
 
     def _is_rgb(self, array: Array) -> bool:
         """Return whether an input holds RGB images as bytes that the preprocessing has to scale and crop."""
+        return array.dtype == np.uint8 and self._has_rgb_shape(array)
+
+    def _has_rgb_shape(self, array: Array) -> bool:
+        """Return whether an input would be RGB images if it held bytes."""
         preprocessing, inputs = self._manifest.preprocessing, self._manifest.inputs
-        if preprocessing is None or array.dtype != np.uint8 or len(inputs) != 1 or inputs[0].dtype != "float32":
+        if preprocessing is None or len(inputs) != 1 or inputs[0].dtype != "float32":
             return False
         return inputs[0].shape == preprocessing.shape and preprocessing.is_rgb(array.shape)
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import exitwise as ew
-from exitwise.calibration import selection
+from exitwise.calibration import cross_validation
 from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.cross_validation import CANDIDATES, CrossValidation, candidate_methods, choose_samples, select
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, get_method, parse_method
-from exitwise.calibration.selection import CANDIDATES, CrossValidation, candidate_methods, choose_samples, select
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
 from exitwise.runs.run import Run
 
@@ -92,7 +92,7 @@ class TestRule:
         assert all(method.has_variance for method in candidate_methods(3, laplace=True, variance=True))
 
     def test_of_many_samples_some_are_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(selection, "_MAX_NUMBERS", 500)
+        monkeypatch.setattr(cross_validation, "_MAX_NUMBERS", 500)
         assert len(choose_samples(1000, 10)) == 50
         trace = random_trace(n=200)
         result = Tuner(trace, 4).select()

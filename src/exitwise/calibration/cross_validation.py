@@ -14,20 +14,18 @@ prior variances are those of the exits on their own, which hardly matter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from exitwise.calibration.calibration import cost_weights
 from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
+from exitwise.calibration.exit_objective import ExitObjective
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method, get_method
 from exitwise.calibration.pool import fit_pool, pool_log_true
 from exitwise.core.errors import InputError
-
-if TYPE_CHECKING:
-    from exitwise.calibration.tuning import ExitObjective
 
 CANDIDATES = (  # from simple to complex
     "T_opt",
@@ -105,7 +103,7 @@ class CrossValidation:
         fold[order] = torch.arange(len(labels)) % _FOLDS
         self._tests = [fold == i for i in range(_FOLDS)]
 
-    def losses(self, method: Method, exits: Sequence["ExitObjective"]) -> Tensor:
+    def losses(self, method: Method, exits: Sequence[ExitObjective]) -> Tensor:
         """Return the mean over exits of -log p(true label) (n,), each sample by what was tuned without its fold."""
         prior_vars = self._prior_vars if method.tune_prior else self._prior_vars[:1]
         if method.ensemble == "pool":
@@ -118,7 +116,7 @@ class CrossValidation:
         return -log_true.double().mean(dim=0)
 
     def _elementwise(
-        self, exits: Sequence["ExitObjective"], ensemble: Ensemble | None, prior_vars: Sequence[float]
+        self, exits: Sequence[ExitObjective], ensemble: Ensemble | None, prior_vars: Sequence[float]
     ) -> tuple[Tensor, list[list[Point]]]:
         """Return log p(true label) (K, n) out of fold, and the points of every exit for every fold."""
         out, points = torch.empty(len(exits), len(self._labels)), []
@@ -138,7 +136,7 @@ class CrossValidation:
         row, column = divmod(index, len(prior_vars))
         return self._temperatures[row], prior_vars[column]
 
-    def _all_classes(self, exits: Sequence["ExitObjective"], ensemble: Ensemble, prior_vars: Sequence[float]) -> Tensor:
+    def _all_classes(self, exits: Sequence[ExitObjective], ensemble: Ensemble, prior_vars: Sequence[float]) -> Tensor:
         """Return log p(true label) (K, n) out of fold, of an ensemble that needs all classes."""
         out = torch.empty(len(exits), len(self._labels))
         _, points = self._elementwise(exits, None, prior_vars)
@@ -160,7 +158,7 @@ class CrossValidation:
                 out[k, self._tests[i]], states[i] = log_true[self._tests[i]], state
         return out
 
-    def _pool(self, exits: Sequence["ExitObjective"], prior_vars: Sequence[float] | None) -> Tensor:
+    def _pool(self, exits: Sequence[ExitObjective], prior_vars: Sequence[float] | None) -> Tensor:
         """Return log p(true label) (K, n) out of fold of a pool; without Laplace the temperature does not matter."""
         out = torch.empty(len(exits), len(self._labels))
         points = None if prior_vars is None else self._elementwise(exits, None, prior_vars)[1]
@@ -174,7 +172,7 @@ class CrossValidation:
                 rows.append(cache[k, point])
             pool = fit_pool([row[~test] for row in rows], self._labels[~test])
             tested = [row[test] for row in rows]
-            out[:, test] = torch.stack(list(pool_log_true(pool, tested, self._labels[test]))).float()
+            out[:, test] = pool_log_true(pool, tested, self._labels[test]).float()
         return out
 
 
@@ -182,7 +180,7 @@ def _advance(ensemble: Ensemble | None, weights: ExitWeights, log_probs: Tensor,
     return (log_probs, None) if ensemble is None else ensemble.advance_log_probs(state, log_probs, weights)
 
 
-def _iterate_log_probs(exit: "ExitObjective", temperatures: Sequence[float], prior_var: float) -> Iterator[Tensor]:
+def _iterate_log_probs(exit: ExitObjective, temperatures: Sequence[float], prior_var: float) -> Iterator[Tensor]:
     """Yield log-probabilities (n, c) of all samples at each temperature."""
     with torch.no_grad():
         for temperature in temperatures:
