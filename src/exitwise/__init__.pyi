@@ -14,6 +14,11 @@ from exitwise.core.errors import InputError as InputError
 from exitwise.core.predictions import Predictions as Predictions
 from exitwise.core.preprocessing import Preprocessing as Preprocessing
 from exitwise.evaluation import metrics as metrics
+from exitwise.evaluation.answers import AbstentionEvaluation as AbstentionEvaluation
+from exitwise.evaluation.answers import RiskCurve as RiskCurve
+from exitwise.evaluation.answers import SetEvaluation as SetEvaluation
+from exitwise.evaluation.answers import evaluate_abstention as evaluate_abstention
+from exitwise.evaluation.answers import evaluate_sets as evaluate_sets
 from exitwise.evaluation.best_cascades import CascadeTable as CascadeTable
 from exitwise.evaluation.best_cascades import best_cascades as best_cascades
 from exitwise.evaluation.best_cascades import single_exit as single_exit
@@ -33,6 +38,8 @@ from exitwise.models.net import MultiExitNet as MultiExitNet
 from exitwise.models.weights import load_checkpoint as load_checkpoint
 from exitwise.models.weights import load_net as load_net
 from exitwise.models.weights import save_checkpoint as save_checkpoint
+from exitwise.policies.abstention import Abstention as Abstention
+from exitwise.policies.abstention import fit_abstention as fit_abstention
 from exitwise.policies.certificate import Certificate as Certificate
 from exitwise.policies.certificate import Guarantee as Guarantee
 from exitwise.policies.certificate import NotCertifiedError as NotCertifiedError
@@ -41,6 +48,8 @@ from exitwise.policies.fit import fit_policies as fit_policies
 from exitwise.policies.fit import fit_policy as fit_policy
 from exitwise.policies.policy import Policy as Policy
 from exitwise.policies.policy import sweep as sweep
+from exitwise.policies.prediction_sets import PredictionSets as PredictionSets
+from exitwise.policies.prediction_sets import fit_sets as fit_sets
 from exitwise.rival_methods.table import RivalTable as RivalTable
 from exitwise.rival_methods.table import rivals as rivals
 from exitwise.runtime.classifier import Classifier as Classifier
