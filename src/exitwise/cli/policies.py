@@ -52,8 +52,37 @@ def evaluate(
     ] = None,
     risk: Annotated[
         str | None,
-        typer.Option(help="Kind of loss that --max-loss limits: accuracy or disagreement.", show_default="accuracy"),
+        typer.Option(
+            help="A number such as 0.02: abstain so that the error rate among answered images is at most this, "
+            "certified. Or the kind of loss that --max-loss limits: accuracy or disagreement.",
+            show_default="accuracy",
+        ),
     ] = None,
+    delta: Annotated[float, typer.Option(help="Failure probability of a --risk that is a number.")] = 0.05,
+    sets: Annotated[
+        float | None,
+        typer.Option(
+            metavar="COVERAGE",
+            help="Fit prediction sets that hold the true class with this probability, such as 0.9; holds out half of "
+            "the validation split.",
+        ),
+    ] = None,
+    sets_per: Annotated[
+        str, typer.Option(help="Groups that the coverage holds in: all images, those of each exit, or of each class.")
+    ] = "all",
+    sets_score: Annotated[
+        str, typer.Option(help="Score of prediction sets: thr for the smallest ones, aps or raps.")
+    ] = "thr",
+    abstain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Leave this share of images unanswered, such as 5%; holds out half of the validation split.",
+        ),
+    ] = None,
+    abstain_at: Annotated[
+        str, typer.Option(help="Where to abstain: at the exit that an image takes, or only at the last.")
+    ] = "exit",
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")
     ] = None,
@@ -64,13 +93,20 @@ def evaluate(
     The run remembers the calibrated net and its thresholds: `predict`, `export`, `bench` and `report` use them.
     """
     from exitwise.cli import tables
+    from exitwise.cli.answer_tables import answer_tables
     from exitwise.policies.certificate import RISKS, Certificate
+    from exitwise.runs.answers import AnswerOptions, parse_share
     from exitwise.runs.budgets import costs_in_budget_unit, parse_budget, parse_max_loss
     from exitwise.runs.labels import model_labels
     from exitwise.runs.policies import PolicyOptions, evaluate_run
     from exitwise.runs.run import Run
 
     choice, certificate = parse_method(method), None
+    error_rate, risk = _parse_risk(risk)
+    answers = AnswerOptions(
+        sets, sets_per, sets_score, None if abstain is None else parse_share(abstain), error_rate, delta, abstain_at
+    )
+    answers.check()
     if risk is not None and max_loss is None:
         raise InputError("--risk is the kind of loss of --max-loss: give the maximum loss, too")
     if budget is None and max_loss is None:
@@ -90,7 +126,7 @@ def evaluate(
     trace = opened.trace()
     costs = trace.costs if budget is None else costs_in_budget_unit(budget, opened, trace)
     amount = None if budget is None else parse_budget(budget, costs)
-    options = PolicyOptions(strategy, score, objective, certificate)
+    options = PolicyOptions(strategy, score, objective, certificate, answers=answers)
     if budget is None:
         options = replace(options, max_loss=loss, risk=kind)
     evaluation = evaluate_run(opened, trace, choice, costs, amount, options, against or ())
@@ -102,8 +138,18 @@ def evaluate(
     out.print(tables.evaluation(evaluation, costs, labels))
     out.print(tables.exits(policy, result, evaluation.models[VANILLA][1], costs.values, costs.unit))
     out.print(tables.describe_fit(policy))
+    for table in () if evaluation.answers is None else answer_tables(evaluation.answers, costs.unit):
+        out.print(table)
     tables.print_notes(out, evaluation.notes)
     return None
+
+
+def _parse_risk(risk: str | None) -> tuple[float | None, str | None]:
+    """Return the value of `--risk` as an error rate, if it is a number, and otherwise as the kind of a loss."""
+    try:
+        return None if risk is None else float(risk), None
+    except ValueError:
+        return None, risk
 
 
 def policies(

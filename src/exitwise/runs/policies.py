@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from exitwise.policies.policy import Policy
 from exitwise.policies.score_choice import describe_choice
 from exitwise.policies.scores import AUTO as AUTO_SCORE
 from exitwise.rival_methods.advice import note_few_labels
+from exitwise.runs.answers import AnswerOptions, AnswersEvaluation, FittedAnswers, fit_answers
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
@@ -42,6 +43,7 @@ class PolicyOptions:
     certificate: Certificate | None = None
     max_loss: float | None = None  # fraction; the policy is the cheapest one that loses no more against the plain net
     risk: str = "accuracy"  # of `max_loss`
+    answers: AnswerOptions = field(default_factory=AnswerOptions)  # prediction sets and abstention
 
     @classmethod
     def of(cls, policy: Policy) -> "PolicyOptions":
@@ -57,10 +59,16 @@ class PolicyOptions:
 
     def check(self, method: MethodChoice, costs: Costs, budget: float | None) -> None:
         """Raise InputError if no policy can meet the options, before anything is calibrated."""
+        self.answers.check()
         checked = costs.values[-1] if budget is None else budget
         check_fit_arguments(costs, checked, self.strategy, self.score, self.objective)
         if self.score == "variance" and isinstance(method, Method) and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
+
+    @property
+    def hold_out(self) -> Certificate | None:
+        """Fraction and seed of the held-out samples that a certificate, sets or an abstention need, if any do."""
+        return Certificate() if self.certificate is None and self.answers.requested else self.certificate
 
     def for_baseline(self, method: Method) -> "PolicyOptions":
         """Return options that a baseline can meet: `confidence` for `variance` without draws, and no certified loss.
@@ -79,11 +87,19 @@ class PolicyOptions:
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSplits:
-    """A calibration, its tuning samples, and the held-out samples of a certificate."""
+    """A calibration, its tuning samples, the held-out samples of a certificate, and those of sets and abstention."""
 
     calibration: Calibration
     val: Split
     held_out: Split | None
+    answers: Split | None = None
+
+    def fit_answers(self, policy: Policy, options: AnswerOptions) -> FittedAnswers:
+        """Fit prediction sets and abstention on samples that neither calibration nor policy have seen."""
+        if self.answers is None or not options.requested:
+            return FittedAnswers()
+        held_out = self.calibration.predict(self.answers)
+        return fit_answers(options, policy, held_out, self.answers, self.preds, self.val)
 
     def fit_policy(
         self, costs: Costs, budget: float | None, options: PolicyOptions, plain: Calibration | None = None
@@ -150,7 +166,11 @@ class CalibratedSplits:
     @property
     def samples(self) -> dict[str, Any]:
         """Number of tuning and held-out samples, and their positions in the dataset where these are known."""
-        parts = {"calibrated_and_fitted_on": self.val, "certified_on": self.held_out}
+        parts = {
+            "calibrated_and_fitted_on": self.val,
+            "certified_on": self.held_out,
+            "answers_fitted_on": self.answers,
+        }
         return {
             name: {"split": "val", "samples": len(part), "index": None if part.index is None else part.index.tolist()}
             for name, part in parts.items()
@@ -202,13 +222,40 @@ def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
     return calibration
 
 
-def calibrate_run(run: Run, tuner: Tuner, method: Method, certificate: Certificate | None) -> CalibratedSplits:
-    """Calibrate a run on its validation split or, for a certificate, on the part of it that is not held out."""
-    if certificate is None:
+def calibrate_run(
+    run: Run, tuner: Tuner, method: Method, certificate: Certificate | None, answers: bool = False
+) -> CalibratedSplits:
+    """Calibrate a run on its validation split or on the part of it that is not held out.
+
+    Args:
+        run: The run.
+        tuner: Tuner of its trace.
+        method: Method of calibration.
+        certificate: Certificate that needs held-out samples.
+        answers: Whether prediction sets or an abstention need held-out samples: half of those of the certificate, or
+            all if there is none.
+    """
+    if certificate is None and not answers:
         return CalibratedSplits(load_or_calibrate(run, tuner, method), tuner.trace.val, None)
-    tuning_trace, held_out = split_trace(tuner.trace, certificate)
+    tuning_trace, held_out, for_answers = split_held_out_twice(tuner.trace, certificate, answers)
     settings_tuner = tuner_with_settings(run.calibration(method, tuner.trace), tuning_trace)
-    return CalibratedSplits(settings_tuner.calibrate(method), tuning_trace.val, held_out)
+    return CalibratedSplits(settings_tuner.calibrate(method), tuning_trace.val, held_out, for_answers)
+
+
+def split_held_out_twice(
+    trace: Trace, certificate: Certificate | None, answers: bool
+) -> tuple[Trace, Split | None, Split | None]:
+    """Return the trace with its tuning samples, the held-out samples of a certificate, and those of the answers.
+
+    A certificate selects the policy by its held-out samples, so that sets and abstention need others.
+    """
+    tuning_trace, held_out = split_trace(trace, certificate or Certificate())
+    if not answers:
+        return tuning_trace, held_out, None
+    if certificate is None:
+        return tuning_trace, None, held_out
+    first, second = split_held_out(len(held_out), 0.5, certificate.seed)
+    return tuning_trace, held_out.take(first), held_out.take(second)
 
 
 def split_trace(trace: Trace, certificate: Certificate) -> tuple[Trace, Split]:
@@ -253,6 +300,7 @@ class RunEvaluation:
     samples: dict[str, Any]
     notes: tuple[str, ...] = ()  # what the numbers do not show: values at bounds, budgets that were not met or spent
     max_loss: dict[str, Any] | None = None  # what was asked for instead of a budget, and the losses that resulted
+    answers: AnswersEvaluation | None = None  # prediction sets and abstention of the calibrated net
 
     def to_dict(self) -> dict[str, Any]:
         models = {
@@ -267,6 +315,7 @@ class RunEvaluation:
             "samples": self.samples,
             "notes": list(self.notes),
             **({"max_loss": self.max_loss} if self.max_loss is not None else {}),
+            **({} if self.answers is None else self.answers.to_dict()),
         }
 
 
@@ -289,18 +338,22 @@ def evaluate_run(
         raise InputError(f"the trace of {run.directory} has no test split to evaluate on")
     options.check(method, costs, budget)
     tuner, models, samples, losses = Tuner(trace), {}, {}, {}
-    method = resolve_method(run, tuner, method, options.certificate, options.score == "variance")
+    method = resolve_method(run, tuner, method, options.hold_out, options.score == "variance")
     plain = load_or_calibrate(run, tuner, get_method(VANILLA))
     plain_preds = plain.predict(trace.test)
     for model in dict.fromkeys((get_method(VANILLA), method)):
         model_options = options if model == method else options.for_baseline(model)
-        calibrated = calibrate_run(run, tuner, model, model_options.certificate)
+        calibrated = calibrate_run(run, tuner, model, model_options.certificate, options.answers.requested)
         policy = calibrated.fit_policy(costs, budget, model_options, plain)
         preds = calibrated.calibration.predict(trace.test)
         models[model.name] = (policy, evaluate(preds, labels=trace.test.labels, policy=policy, costs=costs))
         losses[model.name] = _test_loss(policy, preds, plain_preds, trace.test, options.risk)
         samples = calibrated.samples
-    chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes)
+    fitted = calibrated.fit_answers(policy, options.answers)
+    answers = None
+    if options.answers.requested:
+        answers = AnswersEvaluation.of(fitted, preds, trace.test, policy)
+    chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes, fitted.sets, fitted.abstention)
     spent = policy.budget if budget is None else budget
     assert spent is not None  # a fitted policy has a budget
     for other in against:
@@ -316,7 +369,7 @@ def evaluate_run(
         notes += _note_loss(losses[method.name], points, options)
     else:
         notes += _note_cost(*models[method.name], budget, options)
-    evaluation = RunEvaluation(method.name, spent, costs.unit, models, samples, tuple(notes), max_loss)
+    evaluation = RunEvaluation(method.name, spent, costs.unit, models, samples, tuple(notes), max_loss, answers)
     run.choose(chosen)
     run.add_results(evaluation=evaluation.to_dict())
     return evaluation

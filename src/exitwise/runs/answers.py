@@ -1,0 +1,135 @@
+"""Prediction sets and abstention of a run: the options of the commands, and the fit on held-out samples."""
+
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+from exitwise.calibration.trace import Split
+from exitwise.core.checks import check_between, check_choice
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Predictions
+from exitwise.evaluation.answers import AbstentionEvaluation, SetEvaluation, evaluate_abstention, evaluate_sets
+from exitwise.policies.abstention import PLACES, Abstention, fit_abstention
+from exitwise.policies.policy import Policy
+from exitwise.policies.prediction_sets import GROUPINGS, SET_SCORES, PredictionSets, fit_sets
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What answers say besides a class: prediction sets of a coverage, or abstention by a share or a risk."""
+
+    coverage: float | None = None
+    per: str = "all"
+    set_score: str = "thr"
+    share: float | None = None
+    risk: float | None = None
+    delta: float = 0.05
+    at: str = "exit"
+
+    @classmethod
+    def of(cls, sets: PredictionSets | None, abstention: Abstention | None) -> "AnswerOptions":
+        """Return the options that sets and an abstention were fitted with."""
+        options: dict[str, Any] = {}
+        if sets is not None:
+            options |= {"coverage": sets.coverage, "per": sets.per, "set_score": sets.score}
+        if abstention is not None:
+            options |= {"share": abstention.share, "risk": abstention.risk, "at": abstention.at}
+            options |= {} if abstention.delta is None else {"delta": abstention.delta}
+        return cls(**options)
+
+    @property
+    def requested(self) -> bool:
+        """Whether there is anything to fit, which needs held-out samples."""
+        return any(value is not None for value in (self.coverage, self.share, self.risk))
+
+    def check(self) -> None:
+        """Raise InputError if a value is out of range, before anything is calibrated."""
+        for option, value in (("--sets", self.coverage), ("--abstain", self.share), ("--risk", self.risk)):
+            if value is not None:
+                check_between(option, value, 0, 1)
+        check_between("--delta", self.delta, 0, 1)
+        check_choice("--sets-per", self.per, GROUPINGS)
+        check_choice("--sets-score", self.set_score, SET_SCORES)
+        check_choice("--abstain-at", self.at, PLACES)
+        if self.share is not None and self.risk is not None:
+            raise InputError("--abstain leaves a share unanswered, --risk as many as an error rate needs: give one")
+
+
+def parse_share(text: str) -> float:
+    """Return the value of `--abstain` as a fraction, from text such as 5% or 0.05."""
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = nan
+    if not 0 < value < 1:
+        raise InputError(f"`--abstain` must be a share such as 5% or 0.05, but got {text!r}")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class FittedAnswers:
+    """Fitted sets and abstention, None for what was not requested."""
+
+    sets: PredictionSets | None = None
+    abstention: Abstention | None = None
+
+
+def fit_answers(
+    options: AnswerOptions, policy: Policy, held_out: Predictions, split: Split, tune: Predictions, tune_split: Split
+) -> FittedAnswers:
+    """Fit what was requested on held-out samples; tuning samples only fix the order of the tests of a risk."""
+    sets = abstention = None
+    if options.coverage is not None:
+        sets = fit_sets(
+            held_out,
+            split.labels,
+            policy=policy,
+            coverage=options.coverage,
+            per=options.per,
+            score=options.set_score,
+            held_out=True,
+        )
+    if options.share is not None:
+        abstention = fit_abstention(held_out, policy=policy, share=options.share, at=options.at)
+    elif options.risk is not None:
+        abstention = fit_abstention(
+            held_out,
+            split.labels,
+            policy=policy,
+            risk=options.risk,
+            delta=options.delta,
+            at=options.at,
+            tune=tune,
+            tune_labels=tune_split.labels,
+            held_out=True,
+        )
+    return FittedAnswers(sets, abstention)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswersEvaluation:
+    """Sets and abstention of a run's classifier, and what they come to on the test split."""
+
+    fitted: FittedAnswers
+    sets: SetEvaluation | None = None
+    abstention: AbstentionEvaluation | None = None
+
+    @classmethod
+    def of(cls, fitted: FittedAnswers, preds: Predictions, test: Split, policy: Policy) -> "AnswersEvaluation":
+        """Measure fitted sets and abstention on the test split."""
+        sets = abstention = None
+        if fitted.sets is not None:
+            sets = evaluate_sets(fitted.sets, preds, test.labels, policy=policy)
+        if fitted.abstention is not None:
+            abstention = evaluate_abstention(fitted.abstention, preds, test.labels, policy=policy)
+        return cls(fitted, sets, abstention)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-serializable dict with the keys `sets` and `abstention`, for what there is."""
+        pairs = {"sets": (self.fitted.sets, self.sets), "abstention": (self.fitted.abstention, self.abstention)}
+        return {
+            name: {"fitted": fitted.to_dict(), "test": result.to_dict()}
+            for name, (fitted, result) in pairs.items()
+            if fitted is not None and result is not None
+        }
