@@ -170,7 +170,7 @@ def test_a_product_of_experts_is_used_and_named_by_every_later_command(
         "bench", run, "--backend", "torch", "--batch-size", 1, "--costs-of", "torch:1", "--repeats", 1, "--json"
     )
     assert bench.json["method"] == name
-    assert f"{name}, budget" in bench.err
+    assert f"Calibrated as evaluated: {name}." in bench.json["notes"]
     done = exitwise("report", run)
     assert done.status == 0, done.err
     assert f"{name}, budget" in done.err
