@@ -254,6 +254,7 @@ class TestRiskControl:
             assert expectation.cost is not None
             assert probability.cost is None or probability.cost >= expectation.cost
 
+    @pytest.mark.slow
     def test_the_loss_is_controlled_on_fresh_samples(self) -> None:
         """In expectation: the mean over many draws of the validation samples is at most epsilon."""
         trace = random_trace(3000)
@@ -270,6 +271,7 @@ class TestRiskControl:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_tables_fit_and_results_are_kept(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")
         words = ["rivals", str(run), "--only", "temperature", "--only", "earlyon", "--repeats", "20"]

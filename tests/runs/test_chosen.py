@@ -56,6 +56,7 @@ def test_the_trace_is_not_read(run: Path, tmp_path: Path, exitwise: Command) -> 
     assert method == OURS
 
 
+@pytest.mark.slow
 def test_a_certified_classifier_is_kept_with_its_calibration(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%", "--certify", "0.2").status == 0
     chosen = Run(run).chosen()
