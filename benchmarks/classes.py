@@ -107,7 +107,7 @@ def run(classes: int, features: int, samples: int) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as directory:
         path = Path(directory) / "calibration.safetensors"
         add("its file", lambda: (calibration.save(path), ew.Calibration.load(path)))
-        result["megabytes of its file"] = round(path.stat().st_size / 1e6, 1)
+        result["megabytes of its file"] = round(path.stat().st_size / 1e6, 3)
     tuner = Tuner(trace)
     kinds = {"of the paper": METHODS, "with MC dropout": DROPOUT_METHODS, "with PoE": POE_METHODS}
     for kind, methods in kinds.items():

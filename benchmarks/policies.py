@@ -15,7 +15,7 @@ from method import BATCH, forward
 from record import options, record, seconds
 
 import exitwise as ew
-from exitwise.runs.compare import evenly_spaced_budgets
+from exitwise.core.costs import evenly_spaced_budgets
 
 STRATEGIES = ("geometric", "optimized", "label_free", "auto")
 

@@ -21,9 +21,10 @@ from results import machine, rounded
 import exitwise as ew
 from exitwise import zoo
 from exitwise.calibration.methods import METHODS, OURS, VANILLA, get_method
+from exitwise.core.costs import evenly_spaced_budgets
 from exitwise.core.files import write_json
 from exitwise.policies.scores import SCORES
-from exitwise.runs.compare import Comparison, PolicyRow, evenly_spaced_budgets
+from exitwise.runs.compare import Comparison, PolicyRow
 from exitwise.runs.run import Run
 
 HERE = Path(__file__).parent

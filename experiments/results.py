@@ -2,6 +2,8 @@
 
 import os
 import platform
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,3 +27,14 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "torch": torch.__version__,
     }
+
+
+def fill_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with every table in its place, behind a comment with its name."""
+    for name, table in tables.items():
+        page, number = re.subn(
+            rf"<!-- {name} -->\n(\|.*\n)*", lambda _, name=name, table=table: f"<!-- {name} -->\n{table}\n", page
+        )
+        if number != 1:
+            raise ValueError(f"the page must have one place for the table {name!r}, but has {number}")
+    return page

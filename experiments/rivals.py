@@ -8,14 +8,13 @@ behind its name in a comment; `--fill` does only the latter. Five minutes with o
 
 import argparse
 import json
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import splits
 import torch
-from results import machine, rounded
+from results import fill_tables, machine, rounded
 
 import exitwise as ew
 from exitwise.core.files import write_json
@@ -74,13 +73,7 @@ def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
     texts = tables(json.loads(RESULTS.read_text(encoding="utf-8")))
     texts["few labels"] = splits.table(splits.read())
-    for name, text in texts.items():
-        page, number = re.subn(
-            rf"<!-- {name} -->\n(\|.*\n)*", lambda _, name=name, text=text: f"<!-- {name} -->\n{text}\n", page
-        )
-        if number != 1:
-            raise ValueError(f"{PAGE.name} must have one place for the table {name!r}, but has {number}")
-    return page
+    return fill_tables(page, texts)
 
 
 if __name__ == "__main__":

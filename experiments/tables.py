@@ -4,12 +4,12 @@ usage: tables.py
 """
 
 import json
-import re
 from pathlib import Path
 
 import certificates
 import drift
 import policies
+from results import fill_tables
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "policies.md"
@@ -25,13 +25,7 @@ def tables() -> dict[str, str]:
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    for name, table in tables().items():
-        page, number = re.subn(
-            rf"<!-- {name} -->\n(\|.*\n)*", lambda _, name=name, table=table: f"<!-- {name} -->\n{table}\n", page
-        )
-        if number != 1:
-            raise ValueError(f"{PAGE.name} must have one place for the table {name!r}, but has {number}")
-    return page
+    return fill_tables(page, tables())
 
 
 if __name__ == "__main__":

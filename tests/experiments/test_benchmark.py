@@ -67,5 +67,5 @@ def test_the_classes_benchmark_measures_everything(tmp_path: Path) -> None:
         assert {
             f"all {n} methods {kind}" for n, kind in [(12, "of the paper"), (4, "with MC dropout"), (6, "with PoE")]
         } <= (set(run["steps"]))
-        assert run["dense posteriors / ours, CPU time"]["median"] > 0
+        assert run["dense posteriors / ours, CPU time"]["median"] >= 0  # the clock of a process may be too coarse
         assert run["megabytes of its file"] > 0

@@ -399,6 +399,7 @@ class TestCheapestPolicyForALoss:
             probs.append(row)
         return np.stack(probs), labels, ew.Costs((1.0, 2.0, 4.0))
 
+    @pytest.mark.slow
     def test_it_is_cheaper_the_more_it_may_lose_and_holds_on_other_samples(self) -> None:
         preds, labels, costs = self.data()
         fresh, fresh_labels, _ = self.data(1, 20000)

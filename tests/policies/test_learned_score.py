@@ -263,6 +263,7 @@ class TestPolicy:
         assert other.thresholds == policy.thresholds
         assert policy.score_model == cross_fit(preds.take(tune), labels[tune])[0]
 
+    @pytest.mark.slow
     def test_certified_policies_keep_the_budget(self) -> None:
         kept = 0
         population, population_labels = hopeless_case(99, 10_000)
@@ -273,6 +274,7 @@ class TestPolicy:
             kept += cost <= 2.2
         assert kept >= 16  # fewer have a probability of 4 % if each keeps it with a probability of 0.9
 
+    @pytest.mark.slow
     def test_max_loss(self) -> None:
         preds, labels = hopeless_case()
         learned = ew.fit_policy(preds, labels, COSTS, budget=None, max_loss=0.02, score="learned")

@@ -138,7 +138,11 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> ReportedRun:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train and collect a run with the command, and write its report."""
     place = tmp_path_factory.mktemp("digits") / "run"
-    for arguments in (["train", "--data", "digits", "--epochs", "1", "--out"], ["collect"], ["report"]):
+    for arguments in (
+        ["train", "--data", "digits", "--epochs", "1", "--out"],
+        ["collect"],
+        ["report", "--method", OURS],
+    ):
         perform(*arguments, str(place))
     return place
 

@@ -17,6 +17,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import exitwise as ew
+from exitwise.calibration.methods import OURS
 from exitwise.core.files import write_json
 from exitwise.report import published
 from exitwise.report.build import Report, ReportOptions, build_report
@@ -55,7 +56,7 @@ def reported(place: Path, exits: int, unit: str = "MACs", channels: int = 3, **o
     trace = replace(random_trace(n=60, widths=tuple(range(4, 4 + exits))), classes=NAMES, costs=costs)
     trace.save(place / "trace.safetensors")
     write_json(place / "run.json", run_metadata({"net": "mine:net"}, {"name": "own"}))
-    data = build_report(Run(place), ReportOptions(**options)).data
+    data = build_report(Run(place), ReportOptions(**{"method": OURS, **options})).data
     pixels = torch.randint(0, 256, (60, channels, 8, 8), generator=torch.Generator().manual_seed(0))
     own = [bars for bars in data["laplace_costs"] if bars.get("own")]
     return Report({**data, "laplace_costs": own}, SpriteSheet(pixels.byte(), 8, b"", "png"))

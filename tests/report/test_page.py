@@ -117,7 +117,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     """Report on the shipped net as after the demo, with its real images if they are available."""
     place = tmp_path_factory.mktemp("zoo")
     root = request.getfixturevalue("cifar100") if SHARED.is_dir() else None
-    return written(build_report(Run(zoo_run(place / "run")), ReportOptions(root=root)), place / "run" / "report.html")
+    report = build_report(Run(zoo_run(place / "run")), ReportOptions(method=OURS, root=root))
+    return written(report, place / "run" / "report.html")
 
 
 @pytest.fixture(scope="module")

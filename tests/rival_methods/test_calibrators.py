@@ -11,6 +11,7 @@ from scipy.special import log_softmax, softmax
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
+from exitwise.calibration.pool import OWN_WEIGHT_BOUNDS
 from exitwise.rival_methods import calibrators
 from exitwise.rival_methods.calibrators import CALIBRATORS, fit_beta, isotonic_regression
 from exitwise.rival_methods.geometric import combine, fit_geometric_ensemble
@@ -62,7 +63,7 @@ class TestScalings:
     def test_temperature_minimizes_the_nlpd(self, size: float) -> None:
         logits, labels = case(size=size)
         loss = lambda beta: nlpd(log_softmax(beta * logits.numpy(), axis=1), labels)  # noqa: E731
-        low, high = calibrators.BETA_BOUNDS
+        low, high = OWN_WEIGHT_BOUNDS
         best = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
         assert loss(fit_beta(logits, labels)) == pytest.approx(best.fun, abs=1e-6)
 

@@ -20,9 +20,11 @@ import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.trace import Split, Trace
 from exitwise.evaluation.bootstrap import Bootstrap
+from exitwise.evaluation.evaluate import mean_over_costs
+from exitwise.policies.policy import first_exits
 from exitwise.rival_methods import contenders, risk_control, table
 from exitwise.rival_methods.contenders import ENTRIES, Arena, NotRunError
-from exitwise.rival_methods.table import auroc_columns, mean_over_costs, policy_exits, sweep_thresholds
+from exitwise.rival_methods.table import auroc_columns, sweep_thresholds
 
 pytestmark = pytest.mark.numerical
 
@@ -70,7 +72,7 @@ class TestCurves:
         trace = random_trace(400)
         preds = ew.calibrate(trace, VANILLA).predict(trace.val)
         scores = ew.policies.scores.exit_scores(preds, "patience")
-        exits = policy_exits(scores, sweep_thresholds(scores)[19])  # q = 1: a third each
+        exits = first_exits(scores, sweep_thresholds(scores)[19])  # q = 1: a third each
         assert np.bincount(exits) == pytest.approx([133, 133, 134], abs=1)
 
 
@@ -254,6 +256,7 @@ class TestRiskControl:
             assert expectation.cost is not None
             assert probability.cost is None or probability.cost >= expectation.cost
 
+    @pytest.mark.slow
     def test_the_loss_is_controlled_on_fresh_samples(self) -> None:
         """In expectation: the mean over many draws of the validation samples is at most epsilon."""
         trace = random_trace(3000)
@@ -270,6 +273,7 @@ class TestRiskControl:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_tables_fit_and_results_are_kept(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")
         words = ["rivals", str(run), "--only", "temperature", "--only", "earlyon", "--repeats", "20"]

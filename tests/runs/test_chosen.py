@@ -56,6 +56,7 @@ def test_the_trace_is_not_read(run: Path, tmp_path: Path, exitwise: Command) -> 
     assert method == OURS
 
 
+@pytest.mark.slow
 def test_a_certified_classifier_is_kept_with_its_calibration(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%", "--certify", "0.2").status == 0
     chosen = Run(run).chosen()
@@ -170,7 +171,7 @@ def test_a_product_of_experts_is_used_and_named_by_every_later_command(
         "bench", run, "--backend", "torch", "--batch-size", 1, "--costs-of", "torch:1", "--repeats", 1, "--json"
     )
     assert bench.json["method"] == name
-    assert f"{name}, budget" in bench.err
+    assert f"Calibrated as evaluated: {name}." in bench.json["notes"]
     done = exitwise("report", run)
     assert done.status == 0, done.err
     assert f"{name}, budget" in done.err

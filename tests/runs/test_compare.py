@@ -19,11 +19,12 @@ from command import Command, contents, with_paper_method, zoo_run
 
 import exitwise as ew
 from exitwise.calibration.methods import OURS, VANILLA, get_method
+from exitwise.core.costs import evenly_spaced_budgets
 from exitwise.core.files import write_json
 from exitwise.evaluation import bootstrap
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 from exitwise.policies.scores import SCORES
-from exitwise.runs.compare import Comparison, PolicyRow, PolicyTable, evenly_spaced_budgets
+from exitwise.runs.compare import Comparison, PolicyRow, PolicyTable
 from exitwise.runs.run import Run, run_metadata
 
 pytestmark = pytest.mark.numerical

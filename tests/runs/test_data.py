@@ -365,6 +365,7 @@ def test_a_failed_start_leaves_nothing(photos: Path, exitwise: Command) -> None:
     assert done.status == 0, done.err
 
 
+@pytest.mark.slow
 def test_an_unreadable_held_out_image_leaves_nothing(photos: Path, exitwise: Command) -> None:
     """Validation images are read after the first epoch, when the run has checkpoints; test images by `collect`."""
     shutil.copytree(photos, "val")

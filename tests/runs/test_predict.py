@@ -312,6 +312,7 @@ def order(run: Path, out: Path, *more: str) -> list[str]:
 class TestFaults:
     """Interruptions, and two at once."""
 
+    @pytest.mark.slow
     def test_two_writers_of_one_file(self, run: Path, names: bytes, tmp_path: Path, exitwise: Command) -> None:
         """The second ends with one line, and the first loses no row."""
         out = tmp_path / "p.csv"

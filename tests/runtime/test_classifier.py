@@ -742,6 +742,7 @@ class TestFiles:
             except Exception as error:  # the test collects these
                 wrong.append((text[:80], repr(error)[:200]))
             else:
+                found.check_range = False  # another mean or deviation means another range of normalized images
                 assert torch.isfinite(found(images).probs).all(), text
         assert count > len(WRONG) // 2
         assert not wrong

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_LENGTH = 300  # characters of an error message
+_LONG_PATH = re.compile(r"(?:/[^\s/:;,'\"`]+){4,}")  # of at least four parts
 _TAIL = 120  # characters at its end that a shortened message keeps: they say what to do
 
 # Arguments of the library that are options by another name.
@@ -40,7 +41,9 @@ def name_options(message: str, command: Callable[..., Any] | None) -> str:
 
 
 def shorten_message(message: str) -> str:
-    """Return a message of at most `MAX_LENGTH` characters; the middle of a longer one is left out."""
+    """Return a message of at most `MAX_LENGTH` characters; a longer one loses the middle of its paths, then its own."""
+    if len(message) > MAX_LENGTH:  # the middle of a long path says least
+        message = _LONG_PATH.sub(lambda match: f".../{'/'.join(match[0].split('/')[-2:])}", message)
     if len(message) <= MAX_LENGTH:
         return message
     return f"{message[: MAX_LENGTH - _TAIL - 5]} ... {message[-_TAIL:]}"

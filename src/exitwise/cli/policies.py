@@ -186,10 +186,11 @@ def policies(
     from exitwise.calibration.methods import METHODS
     from exitwise.cli import tables
     from exitwise.cli.progress import progress_bars
+    from exitwise.core.costs import evenly_spaced_budgets
     from exitwise.policies.scores import AUTO as AUTO_SCORE
     from exitwise.policies.scores import LEARNED, SCORES
     from exitwise.runs.budgets import costs_in_budget_unit, is_in_milliseconds, parse_budget
-    from exitwise.runs.compare import Comparison, evenly_spaced_budgets
+    from exitwise.runs.compare import Comparison
     from exitwise.runs.labels import model_labels
     from exitwise.runs.run import Run
 

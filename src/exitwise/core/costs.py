@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from exitwise.core.checks import check_choice, is_number
 from exitwise.core.errors import InputError, shorten
 
@@ -84,3 +86,9 @@ def format_cost(value: float, unit: str = "MACs") -> str:
 def format_percent(share: float) -> str:
     """Return a share as a percentage without trailing zeros: 0.125 becomes "12.5 %"."""
     return f"{100 * share:.10g} %"
+
+
+def evenly_spaced_budgets(costs: Costs, count: int) -> list[float]:
+    """Return budgets spread over the range of costs, without its ends, where all strategies are equal."""
+    low, high = costs.values[0], costs.values[-1]
+    return [float(value) for value in np.linspace(low, high, count + 2)[1:-1]] if high > low else [high]

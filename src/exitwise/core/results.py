@@ -1,12 +1,14 @@
-"""Base class of results: conversion to JSON-serializable dicts and to pandas."""
+"""Base classes of results: conversion to JSON-serializable dicts and to pandas, and tables of rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import pandas
+
+Row = TypeVar("Row", bound="Result")
 
 
 def to_jsonable(value: Any) -> Any:
@@ -36,3 +38,33 @@ class Result:
 
     def _records(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in self.to_dict().items() if not isinstance(value, dict | list)}]
+
+
+class RowTable(Result, Generic[Row]):
+    """Base of frozen dataclasses of rows; `table[i]` and `table["name"]` are rows."""
+
+    rows: tuple[Row, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, key: int | str) -> Row:
+        if isinstance(key, int):
+            return self.rows[key]
+        for row in self.rows:
+            if key == self._row_name(row):
+                return row
+        raise KeyError(key)
+
+    def _row_name(self, row: Row) -> str | None:
+        """Return the name of a row; None if rows have none."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "rows": [row.to_dict() for row in self.rows]}
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [record for row in self.rows for record in row._records()]

@@ -56,6 +56,13 @@ def sorted_auroc(scores: Array, positive: Array) -> float:
     return float((tied_positive * (negative_below + tied_negative / 2)).sum() / (num_positive * num_negative))
 
 
+def share_below(values: Array, others: Array) -> Array:
+    """Return the share of `others` (m,) below each of `values` (n,); ties count one half."""
+    ordered = np.sort(others)
+    below = np.searchsorted(ordered, values, side="left") + np.searchsorted(ordered, values, side="right")
+    return np.asarray(below / (2 * len(ordered)))
+
+
 class StoppingRanks:
     """Samples sorted by score at every exit but the last, to compute the EEFP of many policies from one sort."""
 

@@ -196,19 +196,32 @@ class BudgetCurve(Result):
         """
         if not 0 <= low < high < inf:
             raise InputError(f"`budget_range` must be two growing numbers, but got {low:.6g} and {high:.6g}")
-        points = sorted(self.points, key=lambda point: point.cost)
-        cost = np.array([point.cost for point in points])
-        # Points inside keep their values: where two costs are equal the curve jumps, and `interp` would make a slope.
-        inside = (cost >= low) & (cost <= high)
-        knots = np.concatenate([[low], cost[inside], [high]])
-
-        def average(values: Array) -> float:
-            ends = np.interp([low, high], cost, values)
-            return float(np.trapezoid(np.concatenate([ends[:1], values[inside], ends[1:]]), knots) / (high - low))
-
+        costs = np.array([point.cost for point in self.points])
         names = [field.name for field in fields(Metrics)]
-        names += [name for name in EEFP if all(getattr(point, name) is not None for point in points)]
-        return {name: average(np.array([getattr(point, name) for point in points])) for name in names}
+        names += [name for name in EEFP if all(getattr(point, name) is not None for point in self.points)]
+        values = {name: np.array([getattr(point, name) for point in self.points]) for name in names}
+        return {name: float(mean_over_costs(costs, values[name], low, high)) for name in names}
+
+
+def mean_over_costs(costs: Array, values: Array, low: float, high: float) -> Array:
+    """Return the mean (...) of curves over costs from `low` to `high`: linear between points, constant beyond them.
+
+    Args:
+        costs: Costs (..., J) of the points.
+        values: Values (..., J) at the points.
+        low: Lower end of the budget range.
+        high: Upper end of the budget range.
+    """
+    order = np.argsort(costs, axis=-1, kind="stable")
+    x, y = np.take_along_axis(costs, order, axis=-1), np.take_along_axis(values, order, axis=-1)
+    inside = np.clip(x, low, high)
+    width = np.diff(x, axis=-1)
+    slope = np.diff(y, axis=-1) / np.where(width > 0, width, 1.0)
+    # The mean of a linear piece is its value in the middle of the part that lies in the range.
+    middle = (inside[..., 1:] + inside[..., :-1]) / 2
+    parts = (y[..., :-1] + slope * (middle - x[..., :-1])) * np.diff(inside, axis=-1)
+    ends = (inside[..., 0] - low) * y[..., 0] + (high - inside[..., -1]) * y[..., -1]
+    return np.asarray((parts.sum(axis=-1) + ends) / (high - low))
 
 
 def evaluate(

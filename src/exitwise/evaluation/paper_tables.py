@@ -2,9 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import SearchKind, Tuner, resolve_num_draws
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
-from exitwise.core.results import Result
+from exitwise.core.results import Result, RowTable
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
 from exitwise.policies.policy import sweep
 
@@ -52,7 +51,7 @@ class TableRow(Result):
 
 
 @dataclass(frozen=True)
-class Table(Result):
+class Table(RowTable[TableRow]):
     """Rows of means over a budget range; `table[i]` and `table["method"]` are rows.
 
     Args:
@@ -65,27 +64,13 @@ class Table(Result):
     budget_range: tuple[float, float]
     unit: str
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[TableRow]:
-        return iter(self.rows)
-
-    def __getitem__(self, method: int | str) -> TableRow:
-        if isinstance(method, int):
-            return self.rows[method]
-        for row in self.rows:
-            if row.method == method:
-                return row
-        raise KeyError(method)
+    def _row_name(self, row: TableRow) -> str:
+        return row.method
 
     def __repr__(self) -> str:
         lines = [f"{'':40} top-1    top-5   NLPD    ECE"]
         lines += [f"{r.method:40} {r.top1:.2%}  {r.top5:.2%}  {r.nlpd:.4f}  {r.ece:.4f}" for r in self.rows]
         return "\n".join(lines)
-
-    def _records(self) -> list[dict[str, Any]]:
-        return [record for row in self.rows for record in row._records()]
 
     def to_csv(self) -> str:
         """Return CSV with every metric and its change against vanilla; accuracies are fractions."""

@@ -205,7 +205,7 @@ class Policy(Result):
         """Return the exit (n,), 0 to K - 1, that each sample takes, from scores (K, n)."""
         if len(scores) != len(self.thresholds):
             raise InputError(f"`preds` must have {len(self.thresholds)} exits as the policy has, but has {len(scores)}")
-        return np.asarray((scores >= np.asarray(self.thresholds)[:, None]).argmax(axis=0))
+        return first_exits(scores, np.asarray(self.thresholds))
 
     def exits_by(self, scores: Array) -> Array:
         """Return the exit (n,) that each sample takes, from scores (K, n): former name of `exits_from_scores`."""
@@ -336,17 +336,24 @@ def sweep(preds: Any, *, costs: Costs | Sequence[float], score: str = "confidenc
     scores = fitted.scores
     rounded = scores.astype(np.float32)  # the sweep does not break ties
     policies = []
-    for p in range(1, 40):
-        # q = p / 20 as integer weights, so that a share of exactly 30 samples is not rounded down to 29
-        weights = [p**k * 20 ** (len(scores) - k) for k in range(1, len(scores) + 1)]
-        counts = [scores.shape[1] * weight // sum(weights) for weight in weights]
-        thresholds = _thresholds_for_counts(rounded, counts)
-        policy = Policy(thresholds, fitted.name, costs_.unit, strategy="public", q=p / 20, score_model=fitted.model)
+    for q, counts in sweep_counts(*scores.shape).items():
+        thresholds = thresholds_for_counts(rounded, counts)
+        policy = Policy(thresholds, fitted.name, costs_.unit, strategy="public", q=q, score_model=fitted.model)
         policies.append(policy.with_cost(scores, costs_))
     return policies
 
 
-def _thresholds_for_counts(scores: Array, counts: Sequence[int]) -> tuple[float, ...]:
+def sweep_counts(num_exits: int, num_samples: int) -> dict[float, list[int]]:
+    """Return the numbers (K,) of samples that leave at each exit, for every q of the paper's sweep."""
+    counts = {}
+    for p in range(1, 40):
+        # q = p / 20 as integer weights, so that a share of exactly 30 samples is not rounded down to 29
+        weights = [p**k * 20 ** (num_exits - k) for k in range(1, num_exits + 1)]
+        counts[p / 20] = [num_samples * weight // sum(weights) for weight in weights]
+    return counts
+
+
+def thresholds_for_counts(scores: Array, counts: Sequence[int]) -> tuple[float, ...]:
     """Return thresholds on scores (K, n) at which `counts` (K,) samples exit; ties at a threshold all exit."""
     active = np.arange(scores.shape[1])
     thresholds = []
@@ -357,6 +364,11 @@ def _thresholds_for_counts(scores: Array, counts: Sequence[int]) -> tuple[float,
         thresholds.append(inf if none_exit else float(np.partition(remaining, position)[position]))
         active = active[remaining < thresholds[-1]]
     return (*thresholds, -inf)
+
+
+def first_exits(scores: Array, thresholds: Array) -> Array:
+    """Return the first exit (n,) whose score (K, n) reaches its threshold (K,)."""
+    return np.asarray((scores >= thresholds[:, None]).argmax(axis=0))
 
 
 def check_costs(costs: Costs | Sequence[float] | None, exits: int) -> Costs:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.core.costs import Costs
+from exitwise.core.costs import Costs, evenly_spaced_budgets
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, Predictions, check_labels, log_true
-from exitwise.core.stopping import StoppingRanks, stopping_is_right
+from exitwise.core.stopping import StoppingRanks, share_below, stopping_is_right
 from exitwise.policies.cutoff_search import CutoffSearch
 from exitwise.policies.learned_score import LearnedScore, cross_fit
 from exitwise.policies.scores import AUTO, LEARNED, break_ties_of, check_score, exit_scores
@@ -128,13 +128,13 @@ def _choose_score(preds: Predictions, labels: Array, costs: Costs, objective: st
 
 def _mean_values(scores: Array, values: Array, costs: Costs) -> Array:
     """Return the value (n,) of each sample at the exits taken, as a mean over budgets spread over the costs."""
-    low, high = costs.values[0], costs.values[-1]
     search = CutoffSearch(scores, np.asarray(costs.values), {})
     samples = np.arange(scores.shape[1])
     total = np.zeros(scores.shape[1])
-    for budget in np.linspace(low, high, _NUM_BUDGETS + 2)[1:-1].tolist():
+    budgets = evenly_spaced_budgets(costs, _NUM_BUDGETS)
+    for budget in budgets:
         total += values[search.exits(search.find_cutoffs("geometric", budget)), samples]
-    return total / _NUM_BUDGETS
+    return total / len(budgets)
 
 
 def _paired_gain(values: Array, reference: Array) -> tuple[float, float]:
@@ -160,9 +160,7 @@ def _eefp_influence(scores: Array, correct: Array) -> Array:
             continue
         defined += 1
         for group, others, sign in ((right, ~right, 1), (~right, right, -1)):
-            ordered = np.sort(values[others])
-            below = np.searchsorted(ordered, values[group], "left") + np.searchsorted(ordered, values[group], "right")
-            placement = below / (2 * len(ordered))  # share of the others that score less
+            placement = share_below(values[group], values[others])
             influence[group] += sign * (placement - placement.mean()) / np.count_nonzero(group)
     return influence / max(defined, 1)
 
@@ -170,17 +168,17 @@ def _eefp_influence(scores: Array, correct: Array) -> Array:
 def describe_choice(chosen: str, candidates: Any, objective: str = "accuracy") -> str:
     """Describe in one line which score was chosen and what the others gained, from `PolicyFit.score_choice`."""
     unit, factor = ("points", 100) if objective == "accuracy" else ("NLPD", 1)
-    parts = []
-    for name, candidate in candidates.items():
-        eefp = "" if candidate["eefp"] is None else f", EEFP {candidate['eefp']:.3f}"
-        gain = (
-            ""
-            if name == "confidence"
-            else f"{factor * candidate['gain']:+.2f} ±{factor * candidate['standard_error']:.2f}"
-        )
-        parts.append(f"{name} {gain}{eefp}" if gain else f"{name}{eefp.replace(', ', ' ')}")
+
+    def describe(name: str, candidate: Any) -> str:
+        values = []
+        if name != "confidence":
+            values.append(f"{factor * candidate['gain']:+.2f} ±{factor * candidate['standard_error']:.2f}")
+        if candidate["eefp"] is not None:
+            values.append(f"EEFP {candidate['eefp']:.3f}")
+        return f"{name} {', '.join(values)}".rstrip()
+
+    listed = "; ".join(describe(name, candidate) for name, candidate in candidates.items())
     reason = "no other score is clearly better" if chosen == "confidence" else "clearly better than confidence"
-    listed = "; ".join(parts)
     return (
         f"Exit score: {chosen}, {reason} on held-out folds (gain in {unit} over confidence ± standard error: {listed})."
     )

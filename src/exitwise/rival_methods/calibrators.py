@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.calibration.ensembles import MIN_LOG_PROB
+from exitwise.calibration.pool import OWN_WEIGHT_BOUNDS
 from exitwise.core.predictions import Array
 from exitwise.rival_methods.solver import cross_entropy, minimize
 
-BETA_BOUNDS = (0.05, 20.0)
 BINS = 15  # of the histogram, with equal numbers of samples
 MAX_MATRIX_SIZE = 1e9  # samples times squared classes, above which a matrix takes minutes
 _FREE = 0.01  # factor of the penalty on the diagonal of a Dirichlet calibrator
-_MIN_LOG_PROB = float(np.log(np.finfo(np.float32).tiny))
 _MARGIN = 1e-5  # by which the predicted class stays more probable than any other, relatively
 _MAX_EM_STEPS = 5000
 _MAX_EM_GAP = 1e-8  # of the NLPD to its minimum
@@ -56,7 +56,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Calibrator:
 def fit_beta(logits: Tensor, labels: Tensor) -> float:
     """Return the reciprocal of the temperature with the smallest NLPD, from 0.05 to 20."""
     true = logits.gather(1, labels[:, None])[:, 0]
-    low, high = BETA_BOUNDS
+    low, high = OWN_WEIGHT_BOUNDS
     beta = 1.0
     for _ in range(60):
         probs = (logits * beta).softmax(dim=1)
@@ -147,7 +147,7 @@ def _mixture_weights(log_true: Array) -> Array:
 
 def _clamped_log_probs(logits: Tensor) -> Tensor:
     """Return log-probabilities (n, c) of at least the smallest normal float32."""
-    return logits.log_softmax(dim=1).clamp(min=_MIN_LOG_PROB)
+    return logits.log_softmax(dim=1).clamp(min=MIN_LOG_PROB)
 
 
 def fit_isotonic(logits: Tensor, labels: Tensor) -> Calibrator:
@@ -212,7 +212,7 @@ def _top_label_calibrator(calibrated: Callable[[Array], Array], classes: int, po
         uniform = 1 / (classes - 1)
         mixed = ((second - limit) / (second - uniform).clamp(min=1e-12)).clamp(0, 1)
         shares = shares + mixed * (uniform - shares)
-        return ((1 - top) * shares).scatter(1, predicted, top).log().clamp(min=_MIN_LOG_PROB)
+        return ((1 - top) * shares).scatter(1, predicted, top).log().clamp(min=MIN_LOG_PROB)
 
     return Calibrator(log_probs, classes + int(np.ceil(np.log2(points + 1))))
 

@@ -94,11 +94,6 @@ class Arena:
         return self._calibrations[name]
 
     @cached_property
-    def vanilla(self) -> Calibration:
-        """The net without calibration."""
-        return Tuner(self.trace).calibrate(VANILLA)
-
-    @cached_property
     def temperature(self) -> tuple[Calibrator, ...]:
         """Fitted temperatures (K,)."""
         return tuple(self.fit_exits(CALIBRATORS["temperature"]))
@@ -198,7 +193,8 @@ def _run_rule(score: str, macs: int) -> Callable[[Arena], Contender]:
     """Return a runner of the plain net with another exit rule, which adds `macs` per class and exit."""
 
     def run(arena: Arena) -> Contender:
-        val, test = arena.vanilla.predict(arena.val), arena.vanilla.predict(arena.test)
+        vanilla, _ = arena.calibrate(VANILLA)
+        val, test = vanilla.predict(arena.val), vanilla.predict(arena.test)
         total = macs * arena.trace.num_classes * arena.trace.num_exits
         return Contender(test, exit_scores(val, score), exit_scores(test, score), 0.0, total)
 
@@ -295,7 +291,7 @@ ENTRIES: Mapping[str, Entry] = {
     **{name: Entry(_run_method(name), name, _OURS_KIND, "exitwise") for name in OUR_METHODS},
     "learned score": Entry(_run_method(AUTO, LEARNED), "auto, learned score", _OURS_KIND, "exitwise"),
     **{
-        name: Entry(_run_calibrator(name), name if name in ("ETS",) else f"{name} scaling", _CALIBRATION, source)
+        name: Entry(_run_calibrator(name), name if name == "ETS" else f"{name} scaling", _CALIBRATION, source)
         for name, source in {
             "temperature": "Guo et al., 2017",
             "vector": "Guo et al., 2017",

@@ -6,7 +6,7 @@ metrics on the test split are averaged over the budget range along its budget cu
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -18,18 +18,19 @@ from exitwise.calibration.trace import Trace
 from exitwise.core.checks import check_integer, get_named
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
-from exitwise.core.results import Result
+from exitwise.core.results import Result, RowTable
+from exitwise.core.stopping import share_below
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
-from exitwise.evaluation.evaluate import PerSampleMetrics
+from exitwise.evaluation.evaluate import PerSampleMetrics, mean_over_costs
 from exitwise.evaluation.metrics import StoppingRanks, stopping_is_right
 from exitwise.evaluation.paper_tables import get_budget_range
+from exitwise.policies.policy import first_exits, sweep_counts, thresholds_for_counts
 from exitwise.rival_methods.advice import advise
 from exitwise.rival_methods.contenders import ENTRIES, NEEDS_TRAINING, Arena, Contender, NotRunError, run_entry
 from exitwise.rival_methods.risk_control import RiskRow, compare_risk_control
 
 METRICS = ("top1", "nlpd", "ece", "adaptive_ece", "auroc", "aurc", "eefp")
 COMPARED = ("top1", "nlpd", "ece", "auroc", "eefp")  # metrics with intervals
-_SHAPES = range(1, 40)  # q = 1/20 .. 39/20, as in the paper's sweep
 _COST, _TOP1, _NLPD, _FIRST_GAP = 0, 1, 3, 4  # columns of `metric_columns`
 
 Progress = Callable[[int, int], None]
@@ -82,7 +83,7 @@ class RivalRow(Result):
 
 
 @dataclass(frozen=True)
-class RivalTable(Result):
+class RivalTable(RowTable[RivalRow]):
     """Rows of a comparison; `table[i]` and `table["name"]` are rows.
 
     Args:
@@ -109,19 +110,8 @@ class RivalTable(Result):
     risk_control: tuple[RiskRow, ...]
     advice: str
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[RivalRow]:
-        return iter(self.rows)
-
-    def __getitem__(self, name: int | str) -> RivalRow:
-        if isinstance(name, int):
-            return self.rows[name]
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
+    def _row_name(self, row: RivalRow) -> str:
+        return row.name
 
     def __repr__(self) -> str:
         lines = [f"{'':34} top-1    NLPD    ECE     EEFP"]
@@ -129,9 +119,6 @@ class RivalTable(Result):
             eefp = "" if row.eefp is None else f"{row.eefp:.4f}"
             lines.append(f"{row.label:34} {row.top1:.2%}  {row.nlpd:.4f}  {row.ece:.4f}  {eefp}".rstrip())
         return "\n".join(lines)
-
-    def _records(self) -> list[dict[str, Any]]:
-        return [record for row in self.rows for record in row._records()]
 
     def to_csv(self) -> str:
         """Return CSV with all metrics, and differences to the reference with their intervals; empty if undefined."""
@@ -321,7 +308,7 @@ def measure(contender: Contender, labels: Array, costs: Array, budget_range: tup
     """Measure a contender on test samples with labels (m,), for costs (K,) of the exits."""
     thresholds = sweep_thresholds(contender.val_scores) if contender.thresholds is None else contender.thresholds
     per_sample = PerSampleMetrics.of(contender.test, labels)
-    exits = [policy_exits(contender.test_scores, row) for row in thresholds]
+    exits = [first_exits(contender.test_scores, row) for row in thresholds]
     mean_costs = np.array([costs[taken].mean() for taken in exits])
     points = [per_sample.metrics(taken) for taken in exits]
     values = {
@@ -345,45 +332,7 @@ def sweep_thresholds(scores: Array) -> Array:
 
     With ties broken, as many samples exit as the shapes have it also for scores with few different values.
     """
-    exits, samples = scores.shape
-    rows = []
-    for p in _SHAPES:
-        weights = [p**k * 20 ** (exits - k) for k in range(1, exits + 1)]
-        active, row = np.arange(samples), []
-        for score, weight in zip(scores[:-1], weights, strict=False):
-            remaining, count = score[active], samples * weight // sum(weights)
-            position = len(remaining) - count
-            is_possible = count > 0 and position >= 0
-            row.append(float(np.partition(remaining, position)[position]) if is_possible else np.inf)
-            active = active[remaining < row[-1]]
-        rows.append([*row, -np.inf])
-    return np.array(rows)
-
-
-def policy_exits(scores: Array, thresholds: Array) -> Array:
-    """Return the first exit (n,) whose score (K, n) reaches its threshold (K,)."""
-    return np.asarray((scores >= thresholds[:, None]).argmax(axis=0))
-
-
-def mean_over_costs(costs: Array, values: Array, low: float, high: float) -> Array:
-    """Return the mean (...) of curves over costs from `low` to `high`: linear between points, constant beyond them.
-
-    Args:
-        costs: Costs (..., J) of the points.
-        values: Values (..., J) at the points.
-        low: Lower end of the budget range.
-        high: Upper end of the budget range.
-    """
-    order = np.argsort(costs, axis=-1, kind="stable")
-    x, y = np.take_along_axis(costs, order, axis=-1), np.take_along_axis(values, order, axis=-1)
-    inside = np.clip(x, low, high)
-    width = np.diff(x, axis=-1)
-    slope = np.diff(y, axis=-1) / np.where(width > 0, width, 1.0)
-    # The mean of a linear piece is its value in the middle of the part that lies in the range.
-    middle = (inside[..., 1:] + inside[..., :-1]) / 2
-    parts = (y[..., :-1] + slope * (middle - x[..., :-1])) * np.diff(inside, axis=-1)
-    ends = (inside[..., 0] - low) * y[..., 0] + (high - inside[..., -1]) * y[..., -1]
-    return np.asarray((parts.sum(axis=-1) + ends) / (high - low))
+    return np.array([thresholds_for_counts(scores, counts) for counts in sweep_counts(*scores.shape).values()])
 
 
 def auroc_columns(score: Array, positive: Array) -> Array:
@@ -393,15 +342,9 @@ def auroc_columns(score: Array, positive: Array) -> Array:
     share of positive ones with a higher score; ties count one half (DeLong et al., 1988). The columns are the
     placements of positive samples, the mask of these, and the same of negative samples.
     """
-    negatives, positives = np.sort(score[~positive]), np.sort(score[positive])
-
-    def share_below(others: Array, values: Array) -> Array:
-        below = np.searchsorted(others, values, side="left") + np.searchsorted(others, values, side="right")
-        return np.asarray(below / (2 * len(others)))
-
     columns = np.zeros((len(score), 4))
-    columns[positive, 0] = share_below(negatives, score[positive])
+    columns[positive, 0] = share_below(score[positive], score[~positive])
     columns[positive, 1] = 1
-    columns[~positive, 2] = 1 - share_below(positives, score[~positive])
+    columns[~positive, 2] = 1 - share_below(score[~positive], score[positive])
     columns[~positive, 3] = 1
     return columns

@@ -1,6 +1,6 @@
 """Comparison of all strategies with the paper's sweep, on test data that nothing was fitted on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from exitwise.core.checks import check_integer
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Array, Predictions
-from exitwise.core.results import Result
+from exitwise.core.results import Result, RowTable
 from exitwise.evaluation.bootstrap import Bootstrap, metric_columns, percentile_interval
 from exitwise.evaluation.evaluate import PerSampleMetrics
 from exitwise.policies.certificate import Certificate, NotCertifiedError
@@ -61,7 +61,7 @@ class PolicyRow(Result):
 
 
 @dataclass(frozen=True)
-class PolicyTable(Result):
+class PolicyTable(RowTable[PolicyRow]):
     """Rows by method, score and budget."""
 
     rows: tuple[PolicyRow, ...]
@@ -72,21 +72,6 @@ class PolicyTable(Result):
     repeats: int
     samples: dict[str, Any]
     notes: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[PolicyRow]:
-        return iter(self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "rows": [row.to_dict() for row in self.rows]}
-
-    def _records(self) -> list[dict[str, Any]]:
-        return [record for row in self.rows for record in row._records()]
-
-
-def evenly_spaced_budgets(costs: Costs, count: int) -> list[float]:
-    """Return budgets spread over the range of costs, without its ends, where all strategies are equal."""
-    low, high = costs.values[0], costs.values[-1]
-    return [float(value) for value in np.linspace(low, high, count + 2)[1:-1]] if high > low else [high]
 
 
 @dataclass(frozen=True)
