@@ -1,6 +1,6 @@
 """Tables of prediction sets and of abstention, as `exitwise evaluate` prints them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table as RichTable
 
@@ -9,17 +9,19 @@ from exitwise.core.costs import format_cost
 from exitwise.evaluation.answers import AbstentionEvaluation, SetEvaluation, SetGroup
 from exitwise.policies.abstention import Abstention
 from exitwise.policies.prediction_sets import PredictionSets
-from exitwise.runs.answers import AnswersEvaluation
+from exitwise.runs.answers import ANSWERED, AnswersEvaluation, TradeOffRow
 
 _MAX_CLASSES = 5  # classes that the table lists, those with the lowest coverage
 
 
 def answer_tables(answers: AnswersEvaluation, unit: str) -> Iterator[RichTable]:
-    """Yield a table of the prediction sets and one of the abstention, for what there is."""
+    """Yield a table of the prediction sets, one of the abstention, for what there is, and one of the trade-off."""
     if answers.fitted.sets is not None and answers.sets is not None:
         yield _sets_table(answers.fitted.sets, answers.sets)
     if answers.fitted.abstention is not None and answers.abstention is not None:
         yield _abstention_table(answers.fitted.abstention, answers.abstention, unit)
+    if answers.trade_off:
+        yield _trade_off_table(answers.trade_off, unit)
 
 
 def _sets_table(sets: PredictionSets, result: SetEvaluation) -> RichTable:
@@ -61,4 +63,23 @@ def _abstention_table(abstention: Abstention, result: AbstentionEvaluation, unit
     error = "" if result.error is None else f"{100 * result.error:.2f}"
     table.add_row("all images", cost, "100.00", f"{100 * result.error_all:.2f}")
     table.add_row("with abstention", cost, f"{100 * result.answered:.2f}", error)
+    return table
+
+
+def _trade_off_table(rows: Sequence[TradeOffRow], unit: str) -> RichTable:
+    """Return cost, share of answered images and errors among them at several budgets."""
+    table = _table(
+        "\nCost, answered images and errors",
+        "\nErrors in % of the answered images, if the least confident images at each budget are left unanswered.",
+    )
+    has_sets = any(row.mean_size is not None for row in rows)
+    names = [f"{100 * share:g} % answered" for share in ANSWERED]
+    for name in ("budget", "mean cost", *names, *(["mean set size"] if has_sets else [])):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [format_cost(row.budget, unit), format_cost(row.cost, unit)]
+        cells += ["" if error is None else f"{100 * error:.2f}" for error in row.error]
+        if has_sets:
+            cells.append("" if row.mean_size is None else f"{row.mean_size:.2f}")
+        table.add_row(*cells)
     return table

@@ -33,6 +33,7 @@ from exitwise.evaluation.paper_tables import (
 )
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
+from exitwise.report.answers import describe_answers
 from exitwise.report.budget_explorer import budget_grid, explore_budgets
 from exitwise.report.evaluated_model import EvaluatedModel
 from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
@@ -44,7 +45,7 @@ from exitwise.runs.policies import (
     PolicyOptions,
     certificate_from,
     resolve_method,
-    split_trace,
+    split_held_out_twice,
     tuner_with_settings,
 )
 from exitwise.runs.run import Run
@@ -116,7 +117,7 @@ def build_report(
         calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
         ours = EvaluatedModel.of(CalibratedSplits(calibration, trace.val, None), trace.test)
     else:
-        ours = EvaluatedModel.of(CalibratedSplits(chosen.calibration, _tuning_samples(trace, chosen), None), trace.test)
+        ours = EvaluatedModel.of(_chosen_splits(trace, chosen), trace.test)
     chosen_policy = None if chosen is None else chosen.policy
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
@@ -164,6 +165,7 @@ def build_report(
             for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, get_full_method(trace)))
         ],
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
+        "answers": describe_answers(ours, trace.test, budgets[0][0], budgets[0][1], points, chosen),
         "cascades": _read_cascades(run),
         "training": _training_history(run),
         "guarantee": _describe_run_guarantee(run),
@@ -223,10 +225,14 @@ def _matching_choice(run: Run, method: Method) -> ChosenClassifier | None:
     return chosen if chosen is not None and chosen.calibration.method == method else None
 
 
-def _tuning_samples(trace: Trace, chosen: ChosenClassifier) -> Split:
-    """Return the validation samples that the chosen policy was fitted on: without the held-out samples, if any."""
+def _chosen_splits(trace: Trace, chosen: ChosenClassifier) -> CalibratedSplits:
+    """Return the calibration of the chosen classifier with its tuning samples, and those of its sets or abstention."""
     certificate = certificate_from(chosen.policy.guarantee)
-    return trace.val if certificate is None else split_trace(trace, certificate)[0].val
+    has_answers = chosen.sets is not None or chosen.abstention is not None
+    if certificate is None and not has_answers:
+        return CalibratedSplits(chosen.calibration, trace.val, None)
+    tuning_trace, _, answers = split_held_out_twice(trace, certificate, has_answers)
+    return CalibratedSplits(chosen.calibration, tuning_trace.val, None, answers)
 
 
 def _dataset_name(run: Run) -> str:

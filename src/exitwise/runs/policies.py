@@ -14,7 +14,7 @@ from exitwise.calibration.methods import DEFAULT_DRAWS, VANILLA, Method, MethodC
 from exitwise.calibration.search_bounds import describe_values_at_bounds
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
-from exitwise.core.costs import Costs, format_cost
+from exitwise.core.costs import Costs, evenly_spaced_budgets, format_cost
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Predictions
 from exitwise.evaluation.evaluate import Evaluation, evaluate
@@ -24,12 +24,20 @@ from exitwise.policies.policy import Policy
 from exitwise.policies.score_choice import describe_choice
 from exitwise.policies.scores import AUTO as AUTO_SCORE
 from exitwise.rival_methods.advice import note_few_labels
-from exitwise.runs.answers import AnswerOptions, AnswersEvaluation, FittedAnswers, fit_answers
+from exitwise.runs.answers import (
+    AnswerOptions,
+    AnswersEvaluation,
+    FittedAnswers,
+    TradeOffRow,
+    fit_answers,
+    trade_off,
+)
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
 
 PLAIN = "plain net"  # the net without calibration; its last exit is what `max_loss` refers to
 _MIN_SPENT = 0.97  # a policy that spends less of its budget on validation samples gets a note
+_TRADE_OFF_BUDGETS = 5  # budgets of the trade-off of cost, answered share and errors, beside the requested one
 _MAX_OVERRUN = 1.005  # a policy that costs more than this times its budget on the test split gets a note
 
 
@@ -100,6 +108,34 @@ class CalibratedSplits:
             return FittedAnswers()
         held_out = self.calibration.predict(self.answers)
         return fit_answers(options, policy, held_out, self.answers, self.preds, self.val)
+
+    def trade_off(
+        self,
+        costs: Costs,
+        budgets: Sequence[float],
+        options: PolicyOptions,
+        preds: Predictions,
+        test: Split,
+        chosen: Policy | None = None,
+    ) -> tuple[TradeOffRow, ...]:
+        """Return cost, answered share and error rate on the test split, one row per budget.
+
+        Args:
+            costs: Costs of the exits.
+            budgets: Budgets.
+            options: Options of the policies and of prediction sets; policies are not certified.
+            preds: Predictions on the test split.
+            test: Test split.
+            chosen: Policy to use at its own budget.
+        """
+        assert self.answers is not None
+        plain_options = replace(options, certificate=None)
+        policies = (
+            chosen if chosen is not None and chosen.budget == budget else self.fit_policy(costs, budget, plain_options)
+            for budget in budgets
+        )
+        held_out = (self.calibration.predict(self.answers), self.answers)
+        return trade_off(policies, options.answers, held_out, (preds, test))
 
     def fit_policy(
         self, costs: Costs, budget: float | None, options: PolicyOptions, plain: Calibration | None = None
@@ -352,7 +388,9 @@ def evaluate_run(
     fitted = calibrated.fit_answers(policy, options.answers)
     answers = None
     if options.answers.requested:
-        answers = AnswersEvaluation.of(fitted, preds, trace.test, policy)
+        budgets = sorted({*evenly_spaced_budgets(costs, _TRADE_OFF_BUDGETS), policy.budget or costs.values[-1]})
+        rows = calibrated.trade_off(costs, budgets, options, preds, trace.test, policy)
+        answers = AnswersEvaluation.of(fitted, preds, trace.test, policy, rows)
     chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes, fitted.sets, fitted.abstention)
     spent = policy.budget if budget is None else budget
     assert spent is not None  # a fitted policy has a budget

@@ -521,6 +521,45 @@ function costs() {
   update();
 }
 
+// Prediction sets and abstention
+
+function answers() {
+  const found = data.answers, { sets, abstention, unit } = found;
+  const chart = (title, series, xTitle, yTitle, describe) => {
+    let targets = [];
+    const node = figure(title, 260, (drawing, width, height) => {
+      const points = series.flatMap((each) => each.points);
+      const plot = axes(drawing, width, height, { x: range(points.map(([x]) => x), 0.02), y: range(points.map(([, y]) => y), 0.05), title: yTitle, xTitle, xFormat: short, yFormat: short });
+      targets = [];
+      for (const { kind, points } of series) {
+        if (points.length > 1) line(plot, points, kind);
+        points.forEach(([x, y]) => targets.push({ x: plot.sx(x), y: plot.sy(y), text: describe(x, y) }));
+      }
+    });
+    hoverable(node, () => targets);
+    return node;
+  };
+  const curve = chart("Errors among answered images", [{ kind: "ours", points: found.curve.answered.map((share, i) => [100 * share, 100 * found.curve.error[i]]) }],
+    "answered images, the most confident first, %", "errors among them, %", (x, y) => `${x.toFixed(1)} % answered\n${y.toFixed(2)} % of them wrong`);
+  const [size, unitName] = scaleOf(unit, Math.max(...found.trade_off.map((row) => row.cost), 0));
+  const withSets = found.trade_off.filter((row) => row.mean_size !== null);
+  const sizes = withSets.length ? chart("Size of prediction sets against cost", [{ kind: "ours", points: withSets.map((row) => [row.cost / size, row.mean_size]) }],
+    `mean cost per sample, ${unitName}`, "mean number of classes in a set", (x, y) => `${short(x)} ${unitName}\n${y.toFixed(2)} classes`) : null;
+  const groups = sets ? [["all", sets.test], ...sets.test.by_exit.map((group, k) => [`exit ${k + 1}`, group])] : [];
+  const promise = sets && { all: "", exit: " at every exit", class: " of every class" }[sets.per];
+  const tile = ({ point, exit, set }) => html("li", {}, html("button", { type: "button", class: "tile", onclick: () => pick(point) }, image(point), html("strong", {}, named(data.points.label[point])),
+    html("span", { class: set.includes(data.points.label[point]) ? "better" : "worse" }, set.slice(0, 6).flatMap((label, i) => [i ? ", " : "", named(label)]), set.length > 6 ? ` and ${set.length - 6} more` : ""), html("span", { class: "badge" }, `exit ${exit + 1}`)));
+  section("answers", "Answers", "When it is not sure",
+    paragraph(`If the least confident images are left unanswered, fewer of the answers are wrong. The area under the curve (AURC) is ${found.curve.aurc.toFixed(4)} at ${amount(found.budget, unit)}. `,
+      abstention ? `The run's classifier answers ${percent(abstention.test.answered)} of the test samples, and ${percent(abstention.test.error ?? 0, 2)} of these answers are wrong (${percent(abstention.test.error_all, 2)} if it answered all).` : "",
+      abstention && abstention.risk !== null ? ` On ${grouped(abstention.samples)} held-out samples it was certified that at most ${percent(abstention.risk, 2)} are wrong, with a probability of ${percent(1 - abstention.delta, 0)}.` : ""),
+    html("div", { class: sizes ? "grid2" : "" }, curve, sizes),
+    sets ? paragraph(`A prediction set holds the true class with a probability of ${percent(sets.coverage, 0)}${promise}, for images like the ${grouped(sets.samples)} held-out samples that it was fitted on. On the test split, the class that is covered least has ${percent(sets.test.lowest_class_coverage)}.`) : null,
+    sets ? table("Prediction sets on the test split", ["samples of", "number", "coverage %", "mean size"], groups.map(([name, group]) => [name, grouped(group.samples), group.coverage === null ? "" : (100 * group.coverage).toFixed(2), group.mean_size === null ? "" : group.mean_size.toFixed(2)])) : null,
+    found.trade_off.length ? table("Cost, answered images and errors among them, %", ["budget", "mean cost", ...found.shares.map((share) => `${100 * share} % answered`)], found.trade_off.map((row) => [amount(row.budget, unit), amount(row.cost, unit), ...row.error.map((error) => error === null ? "" : (100 * error).toFixed(2))])) : null,
+    sets ? [html("h3", {}, "Sets of some test samples"), html("ul", { class: "tiles", id: "tiles-sets" }, sets.examples.map(tile))] : null);
+}
+
 // Cascades
 
 function cascades() {
@@ -628,7 +667,7 @@ byId("title").textContent = `${data.net.name} on ${data.net.data}`;
 byId("run").textContent = `exitwise report on the run ${data.net.run}`;
 if (data.images && data.images.side < 24) document.documentElement.dataset.pixels = "large";
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && state.point !== null) { state.point = null; showDetail(); state.repaintPoints(); } });
-const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, tables, cascades, costs, training, provenance] : [training, provenance];
+const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, answers, tables, cascades, costs, training, provenance] : [training, provenance];
 if (data.explorers) {
   state.step = data.explorers[0].chosen;
   sectionBuilders.splice(sectionBuilders.indexOf(uncertainty), 0, budget);
