@@ -11,7 +11,10 @@ from cases import THREE_EXITS as POLICY
 from cases import probs_and_labels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mapie.classification import SplitConformalClassifier
+from mapie.conformity_scores import APSConformityScore
 from oracles import random_probs
+from sklearn.base import BaseEstimator, ClassifierMixin
 
 import exitwise as ew
 from exitwise.policies.prediction_sets import limit_rank, reachable_exits, samples_needed
@@ -61,28 +64,45 @@ def test_sets_are_those_of_the_oracle(score: str, per: str, allow_empty: bool) -
             assert mask[c] == (forced or value <= limits[group])
 
 
-def test_sets_are_those_of_torchcp() -> None:
-    """A library made for it, where it is installed: the same sets with one exit."""
-    pytest.importorskip("torchcp")
-    import torch
-    from torchcp.classification.score import APS, LAC, RAPS
+class _Probabilities(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A fitted classifier whose inputs are its probabilities."""
 
+    def fit(self, x: Array, y: Array) -> "_Probabilities":
+        self.classes_ = np.unique(y)
+        return self
+
+    def predict_proba(self, x: Array) -> Array:
+        return x
+
+    def predict(self, x: Array) -> Array:
+        return self.classes_[x.argmax(axis=1)]
+
+
+@pytest.mark.parametrize("coverage", [0.6, 0.9, 0.97])
+def test_sets_are_those_of_mapie(coverage: float) -> None:
+    """With one exit, a library made for it gives the same sets."""
     probs, labels = probs_and_labels(3, 500, exits=1)
     test, _ = probs_and_labels(4, 200, exits=1)
     policy = ew.Policy((-inf,))
-    theirs = {
-        "thr": LAC(score_type="identity"),
-        "aps": APS(score_type="identity", randomized=False),
-        "raps": RAPS(score_type="identity", randomized=False, penalty=0.05, kreg=2),
-    }
-    for score, function in theirs.items():
-        sets = ew.fit_sets(probs, labels, policy=policy, score=score, penalty=0.05, penalty_rank=2, allow_empty=True)
-        own = function(torch.from_numpy(probs[0]), torch.from_numpy(labels)).flatten().double().sort().values
-        limit = own[limit_rank(500, 0.9) - 1]
-        values = function(torch.from_numpy(test[0])).double()
-        clear = (values - limit).abs() > 1e-5
-        expected = (values <= limit)[clear].numpy()
-        assert np.array_equal(sets.simulate(test, policy)[clear.numpy()], expected)
+    sets = ew.fit_sets(probs, labels, policy=policy, coverage=coverage, allow_empty=True)
+    known, new = (values[0] / values[0].sum(axis=1, keepdims=True, dtype=np.float64) for values in (probs, test))
+    theirs = SplitConformalClassifier(
+        _Probabilities().fit(known, labels), confidence_level=coverage, conformity_score="lac", prefit=True
+    ).conformalize(known, labels)
+    _, masks = theirs.predict_set(new)
+    (limit,) = sets.limits
+    assert limit is not None
+    clear = np.abs(sets.scores(test[0]) - limit) > 1e-6  # in float64 the sums of probabilities are closer to 1
+    assert clear.mean() > 0.99
+    assert np.array_equal(sets.simulate(test, policy)[clear], masks[:, :, 0][clear])
+
+
+def test_adaptive_scores_are_those_of_mapie() -> None:
+    """MAPIE always randomizes these sets, and tunes the penalty: only the sums up to a class can be compared."""
+    probs, labels = probs_and_labels(3, 500, exits=1)
+    sets = ew.fit_sets(probs, labels, policy=ew.Policy((-inf,)), score="aps")
+    expected, _ = APSConformityScore.get_true_label_cumsum_proba(labels, probs[0].astype(np.float64), np.arange(6))
+    assert sets.scores(probs[0])[np.arange(500), labels] == pytest.approx(expected[:, 0], abs=1e-12)
 
 
 @given(st.integers(1, 5000), st.decimals("0.01", "0.99", places=2))
