@@ -1,4 +1,4 @@
-"""The default, `method="auto"`, beside the net without calibration, temperatures and the paper's method on several nets.
+"""The default, `method="auto"`, beside the net without calibration, temperatures and the paper's method on five nets.
 
 usage: default_method.py RUNS [--images DIR --nets DIR]
 
