@@ -23,7 +23,7 @@ from exitwise.core.files import write_json
 
 RESULTS = Path(__file__).parent / "default_method" / "results.json"
 PAGE = Path(__file__).parent.parent / "docs" / "comparison.md"
-METHODS = (VANILLA, "T_opt", OURS, AUTO, "learned score")
+METHODS = (VANILLA, "temperature", OURS, AUTO, "learned score")
 PLAIN = {"digits": "digits", "fashion-mnist": "Fashion-MNIST", "cifar100": "CIFAR-100"}
 HEADS, VALIDATION = 3000, 3500  # images of CIFAR-10 for heads and for calibration; the others test
 

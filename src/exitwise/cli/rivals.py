@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS
 from exitwise.cli.options import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
@@ -26,7 +25,9 @@ def rivals(
         list[str] | None,
         typer.Option(help=f"Method to compare; may be repeated. {_NAMES}.", show_default="all that can run"),
     ] = None,
-    reference: Annotated[str, typer.Option(help="Method that differences refer to.")] = OURS,
+    reference: Annotated[
+        str | None, typer.Option(help="Method that differences refer to.", show_default="the paper's method")
+    ] = None,
     budget_range: Annotated[
         tuple[float, float] | None,
         typer.Option(help="Average over budgets from LOW to HIGH.", show_default="the run's range"),
