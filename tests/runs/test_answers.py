@@ -16,7 +16,8 @@ from PIL import Image
 import exitwise as ew
 from exitwise.core.files import write_json
 from exitwise.core.held_out import split_held_out
-from exitwise.runs.answers import AnswerOptions, parse_share
+from exitwise.report.build import ReportOptions, build_report
+from exitwise.runs.answers import ANSWERED, AnswerOptions, parse_share
 from exitwise.runs.deploy import build_classifier
 from exitwise.runs.options import ClassifierOptions
 from exitwise.runs.run import Run, run_metadata
@@ -57,8 +58,8 @@ def run(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def evaluated(exitwise: Command, run: Path, *options: str) -> dict[str, Any]:
-    done = exitwise("evaluate", run, "--budget", "60%", "--method", VANILLA, "--json", *options)
+def evaluated(exitwise: Command, run: Path, *options: str, method: str = VANILLA) -> dict[str, Any]:
+    done = exitwise("evaluate", run, "--budget", "60%", "--method", method, "--json", *options)
     assert done.status == 0, done.err
     return dict(json.loads(done.out))
 
@@ -111,8 +112,50 @@ def test_a_risk_is_certified_or_refused(exitwise: Command, run: Path) -> None:
 def test_tables_name_coverage_and_errors(exitwise: Command, run: Path) -> None:
     done = exitwise("evaluate", run, "--budget", "60%", "--method", VANILLA, "--sets", "0.9", "--abstain", "0.1")
     assert done.status == 0, done.err
-    for text in ("Prediction sets: coverage 90 %", "mean size", "Abstention: 10 % of images unanswered", "AURC"):
+    texts = ("Prediction sets: coverage 90 %", "mean size", "Abstention: 10 % of images unanswered", "AURC")
+    for text in (*texts, "Cost, answered images and errors", "95 % answered"):
         assert text in done.out
+
+
+def test_the_trade_off_is_that_of_the_library(exitwise: Command, run: Path) -> None:
+    result = evaluated(exitwise, run, "--sets", "0.9", "--abstain", "10%")
+    trace = Run(run).trace()
+    assert trace.test is not None
+    tuning, held_out = trace.hold_out(0.5)
+    cal = ew.calibrate(tuning, VANILLA)
+    budgets = [row["budget"] for row in result["trade_off"]]
+    assert len(budgets) == 6
+    assert result["budget"] in budgets
+    for row in result["trade_off"]:
+        policy = ew.fit_policy(cal.predict(tuning.val), tuning.val.labels, trace.costs, budget=row["budget"])
+        preds, test = cal.predict(held_out), cal.predict(trace.test)
+        for share, answered, error in zip(ANSWERED[1:], row["answered"][1:], row["error"][1:], strict=True):
+            abstention = ew.fit_abstention(preds, policy=policy, share=1 - share)
+            expected = ew.evaluate_abstention(abstention, test, trace.test.labels, policy=policy)
+            assert (answered, error) == (expected.answered, expected.error)
+        assert (row["answered"][0], row["error"][0], row["cost"]) == (1, expected.error_all, expected.cost)
+        sets = ew.fit_sets(preds, held_out.labels, policy=policy, coverage=0.9)
+        found = ew.evaluate_sets(sets, test, trace.test.labels, policy=policy)
+        assert (row["coverage"], row["mean_size"]) == (found.coverage, found.mean_size)
+
+
+def test_the_report_has_what_evaluate_measured(exitwise: Command, run: Path) -> None:
+    result = evaluated(exitwise, run, "--sets", "0.9", "--sets-per", "exit", "--abstain", "10%", method="T_opt")
+    data = build_report(Run(run), ReportOptions()).data["answers"]
+    assert data["abstention"]["test"] == result["abstention"]["test"]
+    assert data["sets"]["test"]["by_exit"] == result["sets"]["test"]["by_exit"]
+    assert data["sets"]["test"]["mean_size"] == result["sets"]["test"]["mean_size"]
+    shown = {row["budget"]: row for row in data["trade_off"]}
+    assert shown[result["budget"]] in result["trade_off"]
+    assert 1 < len(data["sets"]["examples"]) <= 12
+    for example in data["sets"]["examples"]:
+        assert len(example["set"]) == len(set(example["set"])) >= 1
+
+
+def test_a_report_without_them_has_the_curve_alone(run: Path) -> None:
+    data = build_report(Run(run), ReportOptions(method="T_opt")).data["answers"]
+    assert (data["sets"], data["abstention"], data["trade_off"]) == (None, None, [])
+    assert data["curve"]["answered"][-1] == 1
 
 
 @pytest.mark.parametrize(
