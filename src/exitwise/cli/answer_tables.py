@@ -70,11 +70,11 @@ def _trade_off_table(rows: Sequence[TradeOffRow], unit: str) -> RichTable:
     """Return cost, share of answered images and errors among them at several budgets."""
     table = _table(
         "\nCost, answered images and errors",
-        "\nErrors in % of the answered images, if the least confident images at each budget are left unanswered.",
+        "\nErrors among the answered images, %, if this share is answered and the least confident images are not.",
     )
     has_sets = any(row.mean_size is not None for row in rows)
-    names = [f"{100 * share:g} % answered" for share in ANSWERED]
-    for name in ("budget", "mean cost", *names, *(["mean set size"] if has_sets else [])):
+    names = [f"{100 * share:g} %" for share in ANSWERED]
+    for name in ("budget", "mean cost", *names, *(["set size"] if has_sets else [])):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [format_cost(row.budget, unit), format_cost(row.cost, unit)]

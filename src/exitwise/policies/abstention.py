@@ -14,7 +14,7 @@ from exitwise.core.held_out import split_held_out
 from exitwise.core.predictions import Array, Predictions, check_labels, to_array
 from exitwise.core.results import Result
 from exitwise.core.ties import break_ties
-from exitwise.policies.bounds import MeanUpperBound, choose_tightest_bound, estimate_samples_needed
+from exitwise.policies.bounds import MeanUpperBound, estimate_samples_needed
 from exitwise.policies.certificate import NotCertifiedError
 from exitwise.policies.policy import Policy, thresholds_to_json
 from exitwise.policies.prediction_sets import are_tuning_samples, check_fitted_for, probs_at_exits
@@ -252,8 +252,8 @@ def _certify_risk(
 ) -> Abstention:
     """Return the abstention that answers most among those that pass fixed-sequence tests of the risk.
 
-    Tuning samples fix the thresholds, the bound of the tests, and the threshold to begin with: the one whose test is
-    expected to have the smallest p-value. From there on, each next threshold answers more.
+    Tuning samples fix the thresholds and the one to begin with, whose test is expected to have the smallest p-value.
+    From there on, each next threshold answers more.
     """
     finite = np.sort(tuning.confidence[np.isfinite(tuning.confidence)])[::-1]
     positions = (
@@ -262,12 +262,9 @@ def _certify_risk(
     thresholds = [*([inf] if at == "last" else []), *(float(finite[position]) for position in positions), -inf]
     scale = len(held_out.confidence) / len(tuning.confidence)
     projected = [np.round(tuning.counts(threshold) * scale) for threshold in thresholds]
-    p_values = [MeanUpperBound().p_value(_ERRORS, n, risk) if n.sum() else 1.0 for n in projected]
+    bound = MeanUpperBound(binary=True)
+    p_values = [bound.p_value(_ERRORS, n, risk) if n.sum() else 1.0 for n in projected]
     first = int(np.argmin(p_values))
-    # One bound for all tests, the tightest where the last test is expected to pass.
-    expected_last = max((i for i in range(first, len(p_values)) if p_values[i] <= delta), default=first)
-    counts = projected[expected_last]
-    bound = choose_tightest_bound(_ERRORS, counts, int(counts.sum()), delta) if counts.sum() else MeanUpperBound()
     threshold = None
     for tested in thresholds[first:]:
         counts = held_out.counts(tested)
