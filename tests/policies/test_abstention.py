@@ -126,11 +126,12 @@ def test_the_promise_is_broken_in_at_most_delta_of_the_draws(at: str, separate: 
     wrong = probs.argmax(axis=1) != labels
     rng = np.random.default_rng(1)
     broken, risk, delta = 0, float(wrong.mean()) * 0.8, 0.1
-    if at == "last":
-        risk = float(wrong[exits < 2].mean() + wrong.mean()) / 2
+    samples = 800
+    if at == "last":  # of the early exits, all samples are answered: little is left to choose from
+        samples, risk = 2000, 0.2 * float(wrong[exits < 2].mean()) + 0.8 * float(wrong.mean())
     answered = []
     for _ in range(1000):
-        rows, other = rng.integers(0, 4000, 800), rng.integers(0, 4000, 400)
+        rows, other = rng.integers(0, 4000, samples), rng.integers(0, 4000, 400)
         tune = {"tune": pool[:, other], "tune_labels": labels[other]} if separate else {}
         try:
             abstention = ew.fit_abstention(
@@ -142,4 +143,4 @@ def test_the_promise_is_broken_in_at_most_delta_of_the_draws(at: str, separate: 
         broken += bool(wrong[mask].mean() > risk)
         answered.append(mask.mean())
     assert scipy.stats.binom.sf(broken - 1, 1000, delta) > 1e-3
-    assert len(answered) > (500 if at == "exit" else 100)  # the promise is not kept by refusing
+    assert len(answered) > 500  # the promise is not kept by refusing
