@@ -540,7 +540,7 @@ function answers() {
     return node;
   };
   const curve = chart("Errors among answered images", [{ kind: "ours", points: found.curve.answered.map((share, i) => [100 * share, 100 * found.curve.error[i]]) }],
-    "answered images, the most confident first, %", "errors among them, %", (x, y) => `${x.toFixed(1)} % answered\n${y.toFixed(2)} % of them wrong`);
+    "answered images, the most confident first, %", "errors among answered images, %", (x, y) => `${x.toFixed(1)} % answered\n${y.toFixed(2)} % of them wrong`);
   const [size, unitName] = scaleOf(unit, Math.max(...found.trade_off.map((row) => row.cost), 0));
   const withSets = found.trade_off.filter((row) => row.mean_size !== null);
   const sizes = withSets.length ? chart("Size of prediction sets against cost", [{ kind: "ours", points: withSets.map((row) => [row.cost / size, row.mean_size]) }],
@@ -548,7 +548,7 @@ function answers() {
   const groups = sets ? [["all", sets.test], ...sets.test.by_exit.map((group, k) => [`exit ${k + 1}`, group])] : [];
   const promise = sets && { all: "", exit: " at every exit", class: " of every class" }[sets.per];
   const tile = ({ point, exit, set }) => html("li", {}, html("button", { type: "button", class: "tile", onclick: () => pick(point) }, image(point), html("strong", {}, named(data.points.label[point])),
-    html("span", { class: set.includes(data.points.label[point]) ? "better" : "worse" }, set.slice(0, 6).flatMap((label, i) => [i ? ", " : "", named(label)]), set.length > 6 ? ` and ${set.length - 6} more` : ""), html("span", { class: "badge" }, `exit ${exit + 1}`)));
+    html("span", { class: set.includes(data.points.label[point]) ? "better" : "worse" }, set.slice(0, 4).flatMap((label, i) => [i ? ", " : "", named(label)]), set.length > 4 ? ` and ${set.length - 4} more` : ""), html("span", { class: "badge" }, `exit ${exit + 1}`)));
   section("answers", "Answers", "When it is not sure",
     paragraph(`If the least confident images are left unanswered, fewer of the answers are wrong. The area under the curve (AURC) is ${found.curve.aurc.toFixed(4)} at ${amount(found.budget, unit)}. `,
       abstention ? `The run's classifier answers ${percent(abstention.test.answered)} of the test samples, and ${percent(abstention.test.error ?? 0, 2)} of these answers are wrong (${percent(abstention.test.error_all, 2)} if it answered all).` : "",
