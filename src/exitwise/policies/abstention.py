@@ -256,9 +256,7 @@ def _certify_risk(
     From there on, each next threshold answers more.
     """
     finite = np.sort(tuning.confidence[np.isfinite(tuning.confidence)])[::-1]
-    positions = (
-        np.unique(np.linspace(0, len(finite) - 1, min(_SEQUENCE, len(finite))).astype(int)) if len(finite) else []
-    )
+    positions = np.unique(np.linspace(0, max(len(finite) - 1, 0), min(_SEQUENCE, len(finite))).astype(int))
     thresholds = [*([inf] if at == "last" else []), *(float(finite[position]) for position in positions), -inf]
     scale = len(held_out.confidence) / len(tuning.confidence)
     projected = [np.round(tuning.counts(threshold) * scale) for threshold in thresholds]
