@@ -25,6 +25,7 @@ RESULTS = Path(__file__).parent / "default_method" / "results.json"
 PAGE = Path(__file__).parent.parent / "docs" / "comparison.md"
 METHODS = (VANILLA, "temperature", OURS, AUTO, "learned score")
 PLAIN = {"digits": "digits", "fashion-mnist": "Fashion-MNIST", "cifar100": "CIFAR-100"}
+SHARES = (0.42, 0.52, 0.62, 0.8)  # budgets, of the last exit's cost
 HEADS, VALIDATION = 3000, 3500  # images of CIFAR-10 for heads and for calibration; the others test
 
 
@@ -64,10 +65,12 @@ def measure(trace: ew.Trace) -> dict[str, Any]:
     chosen = ew.calibrate(trace)
     found = ew.rivals(trace, only=METHODS, reference=AUTO)
     assert trace.test is not None
+    lowest = trace.costs.values[0] / trace.costs.values[-1]
     return {
         "samples": {"val": len(trace.val), "test": len(trace.test)},
         "exits": [round(metrics.top1, 4) for metrics in last_metrics(trace)],
         "chosen": chosen.method.name,
+        "budgets": [measure_budget(trace, chosen, share) for share in SHARES if share > lowest],
         "rows": {
             row.name: {
                 "top1": row.top1,
@@ -80,6 +83,15 @@ def measure(trace: ew.Trace) -> dict[str, Any]:
             for row in found
         },
     }
+
+
+def measure_budget(trace: ew.Trace, cal: ew.Calibration, share: float) -> dict[str, Any]:
+    """Top-1 at a budget, as a share of the last exit's cost."""
+    budget = share * trace.costs.values[-1]
+    policy = ew.fit_policy(cal.predict(trace.val), trace.val.labels, trace.costs, budget=budget, score="auto")
+    assert trace.test is not None
+    result = ew.evaluate(cal.predict(trace.test), labels=trace.test.labels, policy=policy, costs=trace.costs)
+    return {"budget": share, "cost": result.cost / trace.costs.values[-1], "top1": result.top1, "score": policy.score}
 
 
 def last_metrics(trace: ew.Trace) -> tuple[Any, ...]:
