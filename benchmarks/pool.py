@@ -131,7 +131,7 @@ def main() -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured: dict[str, Any] = {
         "fit / forward pass over the validation images": fits,
-        "answers by the learned score / by confidence, nobody leaves early": answers,
+        "answers by the learned score / by confidence, no early exits": answers,
         "memory": {**case, **json.loads(done.stdout)},
     }
     record(given.out, {"command": "benchmarks/pool.py", "threads": 1, "load": load, "measured": measured})

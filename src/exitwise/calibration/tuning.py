@@ -233,7 +233,8 @@ class Tuner:
             return self
         trace = replace(self.trace, val=self.trace.val.take(samples))
         tuner = Tuner(trace, mode=self._mode, draws=self._draws)
-        tuner.__dict__["_eigen"] = self._eigen
+        if trace.curvature:
+            tuner.__dict__["_eigen"] = self._eigen
         return tuner
 
     def _get_objective(self, k: int, method: Method) -> ExitObjective:

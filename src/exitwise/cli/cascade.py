@@ -67,7 +67,8 @@ def _choose_run(
     for table in tables.best_cascades(chosen.table):
         out.print(table)
     out.print(tables.networks(chosen.networks))
-    print(f"The run is in {path}: {chosen.row.name}. Next: exitwise evaluate {shlex.quote(str(path))} --budget 50%")
+    evaluate = f"exitwise evaluate {shlex.quote(str(path))} --budget {chosen.row.budget:.6g}"
+    print(f"The run is in {path}: {chosen.row.name}. Next: {evaluate}")
     return None
 
 

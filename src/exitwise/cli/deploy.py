@@ -82,6 +82,11 @@ def predict(
     classifier, description = deploy.open_run_or_bundle(run, options, join_nets(net), threads)
     preprocessing, classes = deploy.image_format(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
+    if keep_budget and (classifier.sets is not None or classifier.abstention is not None):
+        print(
+            "exitwise: --keep-budget moves thresholds: coverage of sets and risk of answers are not guaranteed",
+            file=sys.stderr,
+        )
     fields = predict.row_fields(classifier.sets, classifier.abstention, probs)
     row_format = row_file.Csv(safe=True) if csv_safe else row_file.FORMATS[kind]
     summary, start = predict.Summary(), time.perf_counter()

@@ -58,7 +58,9 @@ def evaluate(
             show_default="accuracy",
         ),
     ] = None,
-    delta: Annotated[float, typer.Option(help="Failure probability of a --risk that is a number.")] = 0.05,
+    delta: Annotated[
+        float | None, typer.Option(help="Failure probability of a --risk that is a number.", show_default="0.05")
+    ] = None,
     sets: Annotated[
         float | None,
         typer.Option(
@@ -68,11 +70,16 @@ def evaluate(
         ),
     ] = None,
     sets_per: Annotated[
-        str, typer.Option(help="Groups that the coverage holds in: all images, those of each exit, or of each class.")
-    ] = "all",
+        str | None,
+        typer.Option(
+            help="Groups that the coverage holds in: all images, those of each exit, or of each class.",
+            show_default="all",
+        ),
+    ] = None,
     sets_score: Annotated[
-        str, typer.Option(help="Score of prediction sets: thr for the smallest ones, aps or raps.")
-    ] = "thr",
+        str | None,
+        typer.Option(help="Score of prediction sets: thr for the smallest ones, aps or raps.", show_default="thr"),
+    ] = None,
     abstain: Annotated[
         str | None,
         typer.Option(
@@ -81,8 +88,11 @@ def evaluate(
         ),
     ] = None,
     abstain_at: Annotated[
-        str, typer.Option(help="Where to abstain: at the exit that an image takes, or only at the last.")
-    ] = "exit",
+        str | None,
+        typer.Option(
+            help="Where to abstain: at the exit that an image takes, or only at the last.", show_default="exit"
+        ),
+    ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")
     ] = None,
@@ -103,8 +113,23 @@ def evaluate(
 
     choice, certificate = parse_method(method), None
     error_rate, risk = _parse_risk(risk)
+    share = None if abstain is None else parse_share("--abstain", abstain)
+    for option, value, needed, is_given in (
+        ("--sets-per", sets_per, "--sets", sets is not None),
+        ("--sets-score", sets_score, "--sets", sets is not None),
+        ("--abstain-at", abstain_at, "--abstain or --risk", share is not None or error_rate is not None),
+        ("--delta", delta, "a --risk that is a number", error_rate is not None),
+    ):
+        if value is not None and not is_given:
+            raise InputError(f"{option} needs {needed}")
     answers = AnswerOptions(
-        sets, sets_per, sets_score, None if abstain is None else parse_share(abstain), error_rate, delta, abstain_at
+        coverage=sets,
+        per=sets_per or "all",
+        set_score=sets_score or "thr",
+        share=share,
+        risk=error_rate,
+        delta=0.05 if delta is None else delta,
+        at=abstain_at or "exit",
     )
     answers.check()
     if risk is not None and max_loss is None:
@@ -138,7 +163,7 @@ def evaluate(
     out.print(tables.evaluation(evaluation, costs, labels))
     out.print(tables.exits(policy, result, evaluation.models[VANILLA][1], costs.values, costs.unit))
     out.print(tables.describe_fit(policy))
-    for table in () if evaluation.answers is None else answer_tables(evaluation.answers, costs.unit):
+    for table in () if evaluation.answers is None else answer_tables(evaluation.answers, costs.unit, trace.classes):
         out.print(table)
     tables.print_notes(out, evaluation.notes)
     return None
@@ -146,10 +171,11 @@ def evaluate(
 
 def _parse_risk(risk: str | None) -> tuple[float | None, str | None]:
     """Return the value of `--risk` as an error rate, if it is a number, and otherwise as the kind of a loss."""
-    try:
-        return None if risk is None else float(risk), None
-    except ValueError:
+    from exitwise.runs.answers import parse_share
+
+    if risk is None or not risk.strip().removeprefix("-")[:1].isdigit():
         return None, risk
+    return parse_share("--risk", risk), None
 
 
 def policies(

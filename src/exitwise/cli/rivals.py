@@ -103,7 +103,7 @@ def _metrics_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTable
         f"on {table.samples['test']:,} test samples.\nAdded: MACs of the method in percent of the net's. EEFP: how "
         "well the exit score detects where stopping is right."
     )
-    rich_table = tables._table("Rivals", caption)
+    rich_table = tables.make_table("Rivals", caption)
     rich_table.add_column("", no_wrap=True)
     for name in ("top-1", "NLPD", "ECE", "ad. ECE", "AUROC", "AURC", "EEFP", "fit s", "added %"):
         rich_table.add_column(name, justify="right", no_wrap=True)
@@ -146,7 +146,7 @@ def _difference_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTa
         "zero."
     )
     title = f"\nDifference to {labels.get(table.reference, table.reference)}"
-    rich_table = tables._table(title, caption)
+    rich_table = tables.make_table(title, caption)
     rich_table.add_column("", no_wrap=True)
     for name, *_ in columns.values():
         rich_table.add_column(name, justify="right", no_wrap=True)
@@ -177,7 +177,7 @@ def _risk_table(table: "RivalTable") -> "RichTable":
     )
     epsilons = list(dict.fromkeys(row.epsilon for row in table.risk_control))
     points = " and ".join([", ".join(f"{100 * e:g}" for e in epsilons[:-1]), f"{100 * epsilons[-1]:g}"])
-    rich_table = tables._table(f"\nControlled loss of at most {points} points", caption)
+    rich_table = tables.make_table(f"\nControlled loss of at most {points} points", caption)
     rich_table.add_column("", no_wrap=True)
     for epsilon in epsilons:
         for name in ("cost", "lost"):

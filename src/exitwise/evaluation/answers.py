@@ -40,6 +40,14 @@ class SetEvaluation(Result):
         empty: Share of empty sets.
         by_exit: Coverage and size for the samples of each exit (K,).
         by_class: Coverage and size for the samples of each true class (c,).
+
+    Example:
+        >>> import exitwise as ew
+        >>> from exitwise.evaluation.answers import SetGroup
+        >>> group = SetGroup(samples=4, coverage=0.75, mean_size=1.5)
+        >>> result = ew.SetEvaluation(4, 0.75, 1.5, single=0.5, empty=0.0, by_exit=(group,), by_class=())
+        >>> result.to_dict()["by_exit"]
+        [{'samples': 4, 'coverage': 0.75, 'mean_size': 1.5}]
     """
 
     samples: int
@@ -103,6 +111,11 @@ class RiskCurve(Result):
         answered: Shares of answered samples (p,), ascending, the last 1.
         error: Error rate among them (p,).
         aurc: Area under the curve: the mean error rate over all n shares.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.RiskCurve(answered=(0.5, 1.0), error=(0.0, 0.5), aurc=0.25).to_pandas()["error"].tolist()
+        [0.0, 0.5]
     """
 
     answered: tuple[float, ...]
@@ -125,6 +138,13 @@ class AbstentionEvaluation(Result):
         cost: Mean cost per sample, in the policy's unit; None if the policy has no costs.
         answered_by_exit: Share of answered samples among those of each exit (K,), None for an exit without samples.
         curve: Risk-coverage curve with its area, AURC.
+
+    Example:
+        >>> import exitwise as ew
+        >>> curve = ew.RiskCurve(answered=(0.5, 1.0), error=(0.0, 0.5), aurc=0.25)
+        >>> result = ew.AbstentionEvaluation(4, 0.5, error=0.0, error_all=0.5, cost=None, answered_by_exit=(), curve=curve)
+        >>> result.to_dict()["curve"]["aurc"]
+        0.25
     """
 
     samples: int

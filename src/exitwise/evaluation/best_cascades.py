@@ -1,6 +1,6 @@
 """Search for the best chain of networks at each budget: up to three in every order, cross-fitted."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,8 @@ def best_cascades(
         'exit 0 > exit 3'
     """
     _check_traces(traces)
+    if not isinstance(budgets, Iterable) or isinstance(budgets, str):
+        raise InputError(f"`budgets` must be several numbers, but got {budgets!r}")
     amounts = tuple(check_number("budgets", budget, 0) for budget in budgets)
     if not amounts:
         raise InputError("`budgets` must hold at least one budget, but is empty")
@@ -257,6 +259,8 @@ def _check_times(traces: Mapping[str, Trace], milliseconds: Any) -> dict[str, li
     """Return the cumulative times of every network's exits; None without times."""
     if milliseconds is None:
         return None
+    if not isinstance(milliseconds, Mapping):
+        raise InputError(f"`milliseconds` must map names of networks to times, but got a {type(milliseconds).__name__}")
     times = {}
     for name, trace in traces.items():
         given = milliseconds.get(name)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.nested import describe
 from exitwise.core.predictions import Array
@@ -215,17 +216,19 @@ def cascade(
         is_last = i == len(parts) - 1
         for j, (stage, head) in enumerate(zip(part.stages, part.heads, strict=True)):
             convert = _make_conversion(given_input, part.preprocessing) if j == 0 else None
+            if convert is not None and (weight := next(part.network.parameters(), None)) is not None:
+                convert.to(weight.device)
             stages.append(CascadeStage(stage, j == 0, i == 0, is_last, convert))
             last = head.last if order is None else _permute_classes(head.last, order)
             neck = head.neck if is_last else nn.Sequential(SelectValue(STATE, None), head.neck)
             heads.append(Head(neck, last))
             member_of_exit.append(i)
-    net = Cascade(stages, heads, member_of_exit, given_input, names, _make_spec(parts, given_input))
+    net = Cascade(stages, heads, member_of_exit, given_input, names, _make_spec(parts, given_input, names))
     _check_placement(net)
     net.training = any(part.network.training for part in parts)
     net.input_shape = _sample_shape(given, given_input, example_inputs)
     if example is not None:
-        _warn_of_costs(net, example)
+        _warn_of_costs(net, _to_network(example, net))
     return net
 
 
@@ -329,6 +332,13 @@ def _split_member(
     inputs = example
     conversion = _make_conversion(given, wanted)
     if conversion is not None:
+        if not isinstance(example, Tensor):
+            raise InputError("`example_inputs` must be a tensor of images if a member has a Preprocessing")
+        if tuple(example.shape[1:]) != conversion.given.shape:
+            raise InputError(
+                f"`example_inputs` must be images of the cascade's shape {conversion.given.shape}, "
+                f"but is {describe(example)}"
+            )
         inputs = conversion(example)
     try:
         stage, last = split_classifier(network, _to_network(inputs, network))
@@ -353,7 +363,7 @@ def _map_classes(
     if classes is None:
         if order is not None:
             raise InputError("`class_order` needs `classes`: the names of each member's classes")
-        return [None] * len(parts), None
+        return [None] * len(parts), _common_names(parts)
     if not isinstance(classes, Sequence) or isinstance(classes, str) or not len(classes):
         raise InputError(f"`classes` must be a list of names, or one for each member, but got {shorten(classes)}")
     if all(isinstance(name, str) for name in classes):
@@ -362,7 +372,9 @@ def _map_classes(
         raise InputError(
             f"`classes` must have a list of names for each of {len(parts)} members, but has {len(classes)}"
         )
-    lists = [tuple(names) for names in classes]
+    lists = [tuple(names) if isinstance(names, Sequence) else () for names in classes]
+    if any(not isinstance(name, str) for names in lists for name in names):
+        raise InputError(f"`classes` must be names of classes, but got {shorten(classes)}")
     names = lists[0] if order is None else tuple(order)
     for i, own in enumerate(lists):
         if len(own) != sizes[i]:
@@ -375,6 +387,19 @@ def _map_classes(
             where = "has" if other in own else "lacks"
             raise InputError(f"all members must have the same classes, but `classes[{i}]` {where} {other!r}")
     return [None if own == names else [own.index(name) for name in names] for own in lists], names
+
+
+def _common_names(parts: Sequence[_Parts]) -> tuple[str, ...] | None:
+    """Return the names of the classes that members are cascades of; raise InputError if these have different ones."""
+    named = [(i, part.network.classes) for i, part in enumerate(parts) if isinstance(part.network, Cascade)]
+    known = [(i, names) for i, names in named if names is not None]
+    for i, names in known:
+        if names != known[0][1]:
+            raise InputError(
+                f"`members[{i}]` and `members[{known[0][0]}]` name their classes in different orders, or other ones: "
+                "pass `classes` with a list of names for each member"
+            )
+    return known[0][1] if known else None
 
 
 def _permute_classes(last: nn.Linear, order: Sequence[int]) -> nn.Linear:
@@ -391,7 +416,9 @@ def _permute_classes(last: nn.Linear, order: Sequence[int]) -> nn.Linear:
     return permuted.train(last.training)
 
 
-def _make_spec(parts: Sequence[_Parts], given: Preprocessing | None) -> dict[str, Any] | None:
+def _make_spec(
+    parts: Sequence[_Parts], given: Preprocessing | None, names: tuple[str, ...] | None
+) -> dict[str, Any] | None:
     """Return the spec that rebuilds the cascade; None unless all members can be rebuilt."""
     networks = list(dict.fromkeys(part.network for part in parts))  # a network that appears twice is stored once
     specs = [network.spec if isinstance(network, MultiExitNet) else None for network in networks]
@@ -404,20 +431,25 @@ def _make_spec(parts: Sequence[_Parts], given: Preprocessing | None) -> dict[str
         }
         for part in parts
     ]
-    return {"cascade": {"members": specs, "chain": chain, "input": None if given is None else given.to_dict()}}
+    spec = {"members": specs, "chain": chain, "input": None if given is None else given.to_dict()}
+    return {"cascade": spec if names is None else {**spec, "classes": list(names)}}
 
 
 def rebuild_cascade(spec: Any, rebuild: Any) -> Cascade:
     """Build the untrained cascade of the entry `cascade` of a spec; `rebuild` builds each member from its own spec."""
     try:
         networks = [rebuild(member) for member in spec["members"]]
-        chain = [(networks[link["member"]], _read_preprocessing(link["preprocessing"])) for link in spec["chain"]]
-        given = _read_preprocessing(spec["input"])
-    except (IndexError, KeyError, TypeError):
+        last = len(networks) - 1
+        chain = [
+            (networks[check_integer("member", link["member"], 0, last)], _read_preprocessing(link["preprocessing"]))
+            for link in spec["chain"]
+        ]
+        given, classes = _read_preprocessing(spec["input"]), spec.get("classes")
+    except (AttributeError, KeyError, RecursionError, TypeError):
         raise InputError(
-            f"a model spec's `cascade` must hold members, their chain and input, but is {spec!r}"
+            f"a model spec's `cascade` must hold members, their chain and input, but is {shorten(spec)}"
         ) from None
-    return cascade(chain, preprocessing=given)
+    return cascade(chain, preprocessing=given, classes=classes)
 
 
 def _read_preprocessing(data: Mapping[str, Any] | None) -> Preprocessing | None:
@@ -427,9 +459,9 @@ def _read_preprocessing(data: Mapping[str, Any] | None) -> Preprocessing | None:
 def _check_placement(net: MultiExitNet) -> None:
     """Raise `InputError` unless all weights have one device and one type."""
     for kind in ("device", "dtype"):
-        found = {str(getattr(p, kind)).removeprefix("torch.") for p in net.parameters() if p.is_floating_point()}
-        if len(found) > 1:
-            raise InputError(f"all members must have one {kind}, but their weights have {' and '.join(sorted(found))}")
+        values = {str(getattr(p, kind)).removeprefix("torch.") for p in net.parameters() if p.is_floating_point()}
+        if len(values) > 1:
+            raise InputError(f"all members must have one {kind}, but their weights have {' and '.join(sorted(values))}")
 
 
 def _sample_shape(

@@ -190,11 +190,13 @@ def _count_operations(module: fx.GraphModule, args: tuple[Any, ...]) -> int:
 
 _ATEN = torch.ops.aten
 _COUNTED_ACTIVATIONS = {
-    getattr(_ATEN, name)
+    getattr(_ATEN, name + suffix)
+    for suffix in ("", "_")  # in place
     for name in (
-        *("relu", "relu_", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "sigmoid", "log_sigmoid_forward"),
+        *("relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "sigmoid", "log_sigmoid_forward"),
         *("tanh", "hardtanh", "hardsigmoid", "hardswish", "_softmax", "_log_softmax", "exp", "erf", "pow", "sqrt"),
     )
+    if hasattr(_ATEN, name + suffix)
 }
 _COUNTED_POOLS = {getattr(_ATEN, name) for name in ("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices")}
 _COUNTED_MEANS = {getattr(_ATEN, name) for name in ("mean", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")}

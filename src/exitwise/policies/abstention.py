@@ -41,9 +41,16 @@ class Abstention(Result):
         bound: Name of the bound that certified the risk.
         guaranteed: False if thresholds or calibration have seen the samples: the risk is then not guaranteed.
         policy_thresholds: Thresholds (K,) of the policy that decided where samples exit.
+        policy_score: Score of that policy; None in files of earlier versions.
 
     Raises:
         InputError: If a value is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> abstention = ew.Abstention(0.6, at="exit", num_exits=2, answered=0.9, samples=100, share=0.1)
+        >>> abstention.mask([[0.7, 0.3], [0.5, 0.5]], [0, 1]).tolist()
+        [False, True]
     """
 
     threshold: float
@@ -58,6 +65,7 @@ class Abstention(Result):
     bound: str | None = None
     guaranteed: bool = True
     policy_thresholds: tuple[float, ...] | None = None
+    policy_score: str | None = None
 
     def __post_init__(self) -> None:
         if not is_number(self.threshold) or self.threshold != self.threshold:
@@ -156,7 +164,7 @@ def fit_abstention(
     held_out: bool | None = None,
     seed: int = 0,
 ) -> Abstention:
-    """Fit the confidence below which a classifier says that it does not know, after early exits.
+    """Fit the confidence below which a classifier abstains, after early exits.
 
     Give either a `share`, which needs no labels, or a `risk`. For a risk, thresholds are tested one after the other,
     in an order that is fixed before the samples are used, until a test fails: with probability 1 - delta over the draw
@@ -174,7 +182,7 @@ def fit_abstention(
             default a fifth of `preds` is set aside for that.
         tune_labels: True classes (m,) of `tune`.
         held_out: Whether thresholds and calibration have not seen the samples. By default this is assumed, unless
-            the samples are evidently those of the policy: then a warning says that the guarantee is gone.
+            the samples are evidently those of the policy: then `guaranteed` is False, with a warning.
         seed: Seed of the draw of the samples that are set aside.
 
     Returns:
@@ -203,7 +211,7 @@ def fit_abstention(
     outcomes = _Outcomes.of(preds, labels, exits, at)
     if share is not None:
         return _fit_share(outcomes, policy, check_between("share", share, 0, 1), at)
-    check_between("risk", risk, 0, 1)
+    risk = check_between("risk", risk, 0, 1)
     check_between("delta", delta, 0, 1)
     if labels is None:
         raise InputError("`labels` are needed for a risk")
@@ -225,7 +233,7 @@ def fit_abstention(
         tune = Predictions.of(tune)
         tune_labels = check_labels(to_array("tune_labels", tune_labels), *tune.shape[1:])
         tuning = _Outcomes.of(tune, tune_labels, policy.exits(tune), at)
-    return _certify_risk(outcomes, tuning, policy, float(risk or 0), delta, at, guaranteed)
+    return _certify_risk(outcomes, tuning, policy, risk, delta, at, guaranteed)
 
 
 def _fit_share(outcomes: _Outcomes, policy: Policy, share: float, at: str) -> Abstention:
@@ -243,7 +251,14 @@ def _fit_share(outcomes: _Outcomes, policy: Policy, share: float, at: str) -> Ab
     threshold = -inf if not count else float(limit)
     answered = float((confidence >= threshold).mean())
     return Abstention(
-        threshold, at, len(policy.thresholds), answered, samples, share, policy_thresholds=policy.thresholds
+        threshold,
+        at,
+        len(policy.thresholds),
+        answered,
+        samples,
+        share,
+        policy_thresholds=policy.thresholds,
+        policy_score=policy.score,
     )
 
 
@@ -284,6 +299,7 @@ def _certify_risk(
         bound=bound.name,
         guaranteed=guaranteed,
         policy_thresholds=policy.thresholds,
+        policy_score=policy.score,
     )
 
 
@@ -295,6 +311,6 @@ def _explain_failure(held_out: _Outcomes, threshold: float, risk: float, delta: 
         return f"{claim}: none of them is as confident as the first threshold"
     observed = counts[1] / counts.sum()
     needed = estimate_samples_needed(_ERRORS, counts, risk, delta)
-    place = "" if threshold == -inf else f" the {counts.sum():,} most confident of"
+    subset = "" if threshold == -inf else f" the {counts.sum():,} most confident of"
     advice = "allow a larger risk" if needed is None else f"about {needed * total // counts.sum() + 1:,} suffice"
-    return f"{claim}: among{place or ' all of'} them it is {100 * observed:.2f} %; {advice}"
+    return f"{claim}: among{subset or ' all of'} them it is {100 * observed:.2f} %; {advice}"

@@ -21,6 +21,10 @@ GROUPINGS = ("all", "exit", "class")
 _MAX_LISTED = 5  # groups that an error message names
 
 
+class TooFewSamplesError(InputError):
+    """There are fewer samples, in a group, than a coverage needs."""
+
+
 @dataclass(frozen=True)
 class PredictionSets(Result):
     """Limits on a score of each class: the set of an image holds the classes whose score is at most the limit.
@@ -42,9 +46,16 @@ class PredictionSets(Result):
         allow_empty: Whether sets may be empty; otherwise they always hold the predicted class.
         guaranteed: False if thresholds or calibration have seen the samples: the coverage is then not guaranteed.
         policy_thresholds: Thresholds (K,) of the policy that decided where samples exit.
+        policy_score: Score of that policy; None in files of earlier versions.
 
     Raises:
         InputError: If a value is invalid.
+
+    Example:
+        >>> import exitwise as ew
+        >>> sets = ew.PredictionSets(0.9, "all", "thr", limits=(0.8,), samples=(99,), num_exits=1, num_classes=3)
+        >>> sets.masks([[0.7, 0.25, 0.05]], [0]).tolist()  # scores 0.3, 0.75 and 0.95
+        [[True, True, False]]
     """
 
     coverage: float
@@ -60,6 +71,7 @@ class PredictionSets(Result):
     allow_empty: bool = False
     guaranteed: bool = True
     policy_thresholds: tuple[float, ...] | None = None
+    policy_score: str | None = None
 
     def __post_init__(self) -> None:
         check_between("coverage", self.coverage, 0, 1)
@@ -99,6 +111,10 @@ class PredictionSets(Result):
         if probs.ndim != 2 or probs.shape[1] != self.num_classes or exits.shape != probs.shape[:1]:
             raise InputError(
                 f"`probs` must be (n, {self.num_classes}) and `exits` (n,), but got {probs.shape} and {exits.shape}"
+            )
+        if len(exits) and not 0 <= exits.min() <= exits.max() < self.num_exits:
+            raise InputError(
+                f"`exits` must be from 0 to {self.num_exits - 1}, but go from {exits.min()} to {exits.max()}"
             )
         limits = np.array([inf if limit is None else limit for limit in self.limits], dtype=np.float64)
         if self.per == "exit":
@@ -168,8 +184,13 @@ def check_fitted_for(fitted: Any, policy: Policy, classes: int | None = None) ->
         raise InputError(f"`{noun}` must be of {len(policy.thresholds)} exits, but are of {fitted.num_exits}")
     if classes is not None and getattr(fitted, "num_classes", classes) != classes:
         raise InputError(f"`{noun}` must be of {classes} classes, but are of {fitted.num_classes}")
-    if fitted.policy_thresholds not in (None, policy.thresholds):
-        raise InputError(f"`{noun}` must be fitted with the thresholds of this policy, but were fitted with others")
+    if not is_fitted_for(fitted, policy):
+        raise InputError(f"`{noun}` must be fitted for the thresholds and score of this policy, but are for others")
+
+
+def is_fitted_for(fitted: Any, policy: Policy) -> bool:
+    """Return whether sets, or an abstention, were fitted with the thresholds and the score of this policy."""
+    return fitted.policy_thresholds in (None, policy.thresholds) and fitted.policy_score in (None, policy.score)
 
 
 def limit_rank(samples: int, coverage: float) -> int:
@@ -231,7 +252,7 @@ def fit_sets(
         randomized: Whether "aps" and "raps" count a pseudorandom part of a class's own probability.
         allow_empty: Whether sets may be empty; otherwise they always hold the predicted class, which covers more.
         held_out: Whether thresholds and calibration have not seen the samples. By default this is assumed, unless
-            the samples are evidently those of the policy: then a warning says that the guarantee is gone.
+            the samples are evidently those of the policy: then `guaranteed` is False, with a warning.
 
     Returns:
         The sets; give them to `Classifier`, or apply them with `sets.masks(probs, exits)`.
@@ -256,6 +277,8 @@ def fit_sets(
     check_choice("score", score, SET_SCORES)
     if not isinstance(policy, Policy):
         raise InputError(f"`policy` must be a Policy, but got {type(policy).__name__}")
+    penalty = check_number("penalty", penalty, 0)
+    penalty_rank = check_integer("penalty_rank", penalty_rank, 0)
     exits = policy.exits(preds)
     guaranteed = not are_tuning_samples(preds, exits, policy) if held_out is None else check_bool("held_out", held_out)
     if held_out is None and not guaranteed:
@@ -289,6 +312,7 @@ def fit_sets(
         allow_empty,
         guaranteed,
         policy.thresholds,
+        policy.score,
     )
 
 
@@ -300,8 +324,9 @@ def _check_counts(counts: Array, needed: Array, coverage: float, per: str) -> No
         return
     claim = f"a coverage of {coverage:g} needs at least {minimum:,} held-out samples"
     if per == "all":
-        raise InputError(f"{claim}, but there are {counts[0]:,}")
-    place = "at every exit that the policy takes" if per == "exit" else "of every class"
-    listed = ", ".join(f"{per} {group} has {counts[group]:,}" for group in short[:_MAX_LISTED])
+        raise TooFewSamplesError(f"{claim}, but there are {counts[0]:,}")
+    groups = "at every exit that the policy takes" if per == "exit" else "of every class"
+    first = 1 if per == "exit" else 0  # exits are counted from 1 where people read of them
+    listed = ", ".join(f"{per} {group + first} has {counts[group]:,}" for group in short[:_MAX_LISTED])
     more = f" and {len(short) - _MAX_LISTED} more have too few" if len(short) > _MAX_LISTED else ""
-    raise InputError(f"{claim} {place}, but {listed}{more}")
+    raise TooFewSamplesError(f"{claim} {groups}, but {listed}{more}")

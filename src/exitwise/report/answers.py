@@ -52,14 +52,15 @@ def describe_answers(
     rows = model.splits.trade_off(costs, budgets, options, model.preds, test, policy)
     data |= {"shares": list(ANSWERED), "trade_off": [row.to_dict() for row in rows]}
     if chosen.sets is not None:
-        found = evaluate_sets(chosen.sets, model.preds, test.labels, policy=policy).to_dict()
-        by_class = sorted((group for group in found.pop("by_class") if group["samples"]), key=lambda g: g["coverage"])
+        evaluation = evaluate_sets(chosen.sets, model.preds, test.labels, policy=policy).to_dict()
+        by_class = [(group["coverage"], c) for c, group in enumerate(evaluation.pop("by_class")) if group["samples"]]
+        lowest, lowest_class = min(by_class)
         data["sets"] = {
             "coverage": chosen.sets.coverage,
             "per": chosen.sets.per,
             "score": chosen.sets.score,
             "samples": sum(chosen.sets.samples),
-            "test": {**found, "lowest_class_coverage": by_class[0]["coverage"]},
+            "test": {**evaluation, "lowest_class": lowest_class, "lowest_class_coverage": lowest},
             "examples": _choose_examples(model, policy, chosen.sets, points),
         }
     return data

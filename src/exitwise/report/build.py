@@ -43,7 +43,7 @@ from exitwise.runs.labels import model_labels
 from exitwise.runs.policies import (
     CalibratedSplits,
     PolicyOptions,
-    certificate_from,
+    held_out_certificate,
     resolve_method,
     split_held_out_twice,
     tuner_with_settings,
@@ -227,7 +227,7 @@ def _matching_choice(run: Run, method: Method) -> ChosenClassifier | None:
 
 def _chosen_splits(trace: Trace, chosen: ChosenClassifier) -> CalibratedSplits:
     """Return the calibration of the chosen classifier with its tuning samples, and those of its sets or abstention."""
-    certificate = certificate_from(chosen.policy.guarantee)
+    certificate = held_out_certificate(chosen)
     has_answers = chosen.sets is not None or chosen.abstention is not None
     if certificate is None and not has_answers:
         return CalibratedSplits(chosen.calibration, trace.val, None)

@@ -15,14 +15,22 @@ from exitwise.core.results import Result
 from exitwise.evaluation.answers import AbstentionEvaluation, SetEvaluation, evaluate_abstention, evaluate_sets
 from exitwise.policies.abstention import PLACES, Abstention, fit_abstention
 from exitwise.policies.policy import Policy
-from exitwise.policies.prediction_sets import GROUPINGS, SET_SCORES, PredictionSets, fit_sets, probs_at_exits
+from exitwise.policies.prediction_sets import (
+    GROUPINGS,
+    SET_SCORES,
+    PredictionSets,
+    TooFewSamplesError,
+    fit_sets,
+    probs_at_exits,
+)
+from exitwise.runtime.engine import AnswerRules
 
 ANSWERED = (1.0, 0.95, 0.9, 0.8)  # shares of answered images in a trade-off
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What answers say besides a class: prediction sets of a coverage, or abstention by a share or a risk."""
+    """Prediction sets of a coverage, and abstention by a share or a risk; None for what is not requested."""
 
     coverage: float | None = None
     per: str = "all"
@@ -45,7 +53,7 @@ class AnswerOptions:
 
     @property
     def requested(self) -> bool:
-        """Whether there is anything to fit, which needs held-out samples."""
+        """True if there is anything to fit, which needs held-out samples."""
         return any(value is not None for value in (self.coverage, self.share, self.risk))
 
     def check(self) -> None:
@@ -61,29 +69,21 @@ class AnswerOptions:
             raise InputError("--abstain leaves a share unanswered, --risk as many as an error rate needs: give one")
 
 
-def parse_share(text: str) -> float:
-    """Return the value of `--abstain` as a fraction, from text such as 5% or 0.05."""
+def parse_share(option: str, text: str) -> float:
+    """Return the value of an option as a fraction, from text such as 5% or 0.05."""
     number = text.strip()
     try:
         value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
     except ValueError:
         value = nan
     if not 0 < value < 1:
-        raise InputError(f"`--abstain` must be a share such as 5% or 0.05, but got {text!r}")
+        raise InputError(f"`{option}` must be a share such as 5% or 0.05, but got {text!r}")
     return value
-
-
-@dataclass(frozen=True, eq=False)
-class FittedAnswers:
-    """Fitted sets and abstention, None for what was not requested."""
-
-    sets: PredictionSets | None = None
-    abstention: Abstention | None = None
 
 
 def fit_answers(
     options: AnswerOptions, policy: Policy, held_out: Predictions, split: Split, tune: Predictions, tune_split: Split
-) -> FittedAnswers:
+) -> AnswerRules:
     """Fit what was requested on held-out samples; tuning samples only fix the order of the tests of a risk."""
     sets, abstention = _fit_sets(options, policy, held_out, split), None
     if options.share is not None:
@@ -100,7 +100,7 @@ def fit_answers(
             tune_labels=tune_split.labels,
             held_out=True,
         )
-    return FittedAnswers(sets, abstention)
+    return AnswerRules(sets, abstention)
 
 
 def _fit_sets(options: AnswerOptions, policy: Policy, held_out: Predictions, split: Split) -> PredictionSets | None:
@@ -124,7 +124,8 @@ class TradeOffRow(Result):
     Args:
         budget: The budget.
         cost: Mean cost per image.
-        answered: Shares of answered images (s,); `ANSWERED` were requested on the held-out samples.
+        answered: Shares of answered images (s,); `ANSWERED` were requested on the held-out samples. None if too few
+            images reach the last exit, where alone the classifier abstains.
         error: Error rate among the answered images (s,); None if there are none.
         coverage: Share of the prediction sets that hold the true class; None if there are no sets.
         mean_size: Mean number of classes in a set; None if there are no sets.
@@ -132,7 +133,7 @@ class TradeOffRow(Result):
 
     budget: float
     cost: float
-    answered: tuple[float, ...]
+    answered: tuple[float | None, ...]
     error: tuple[float | None, ...]
     coverage: float | None = None
     mean_size: float | None = None
@@ -162,16 +163,24 @@ def trade_off(
     for policy in policies:
         exits = policy.exits(preds)
         probs = probs_at_exits(preds, exits)
-        wrong, answered, errors = probs.argmax(axis=1) != labels, [], []
+        wrong = probs.argmax(axis=1) != labels
+        answered: list[float | None] = []
+        errors: list[float | None] = []
         for share in ANSWERED:
             kept = np.ones(len(labels), dtype=bool)
-            if share < 1:
-                kept = ~fit_abstention(held_out_preds, policy=policy, share=1 - share).mask(probs, exits)
+            try:
+                if share < 1:
+                    abstention = fit_abstention(held_out_preds, policy=policy, share=1 - share, at=options.at)
+                    kept = ~abstention.mask(probs, exits)
+            except InputError:  # too few samples reach the last exit
+                answered.append(None)
+                errors.append(None)
+                continue
             answered.append(float(kept.mean()))
             errors.append(float(wrong[kept].mean()) if kept.any() else None)
         try:
             sets = _fit_sets(options, policy, held_out_preds, held_out_split)
-        except InputError:
+        except TooFewSamplesError:
             sets = None
         masks = None if sets is None else sets.masks(probs, exits)
         rows.append(
@@ -191,7 +200,7 @@ def trade_off(
 class AnswersEvaluation:
     """Sets and abstention of a run's classifier, and what they come to on the test split."""
 
-    fitted: FittedAnswers
+    fitted: AnswerRules
     sets: SetEvaluation | None = None
     abstention: AbstentionEvaluation | None = None
     trade_off: tuple[TradeOffRow, ...] = ()
@@ -199,7 +208,7 @@ class AnswersEvaluation:
     @classmethod
     def of(
         cls,
-        fitted: FittedAnswers,
+        fitted: AnswerRules,
         preds: Predictions,
         test: Split,
         policy: Policy,

@@ -32,6 +32,7 @@ from exitwise.runs.cascade import (
     describe_cascade,
     load_cascade_data,
 )
+from exitwise.runs.leaks import warn_of_network
 from exitwise.runs.machine_load import describe_load, measure_load
 from exitwise.runs.members import build_members, find_members, read_classes
 from exitwise.runs.options import CascadeOptions, DataOptions
@@ -83,8 +84,11 @@ def choose_cascade_run(
         for net in nets.values():
             check_classes(net, len(classes))
         traces = {name: _collect(name, net, splits, options.train, progress) for name, net in nets.items()}
+        for name, trace in traces.items():
+            warn_of_network(name, trace)
         example = torch.rand(_BATCH_SIZE, *given.shape, generator=torch.Generator().manual_seed(0))
-        if warning := describe_load(measure_load()):
+        load = measure_load()
+        if warning := describe_load(load):
             print(f"exitwise: {warning}", file=sys.stderr)
         times = measure_networks(nets, example)
         amounts = _parse_budgets(budgets or SHARES, traces)
@@ -94,12 +98,13 @@ def choose_cascade_run(
         net = chain(chosen)
         costs = count_networks(net, [members[i] for i in chosen], given)
         contents = run_metadata(net.spec or {"net": ",".join(row.networks)}, metadata)
-        write_json(new / "run.json", {**contents, "cascade": describe_cascade(net, costs)})
+        write_json(new / "run.json", {**contents, "cascade": describe_cascade(net, costs, [pairs[i] for i in chosen])})
         save_checkpoint(net, new / "net.safetensors")
         held_out.save(new / "split.safetensors")
         joined = chain_traces([traces[name] for name in row.networks])
         replace(joined, model=net.spec).save(new / "trace.safetensors")
-        report = {"format": "exitwise.cascades", "version": 1, "times": times, **table.to_dict()}
+        timing = {"batch_size": _BATCH_SIZE, "threads": torch.get_num_threads(), "load": load}
+        report = {"format": "exitwise.cascades", "version": 1, "times": times, "timing": timing, **table.to_dict()}
         write_json(new / "cascades.json", to_jsonable(report))
     return ChosenCascade(table, row, costs)
 
@@ -151,8 +156,12 @@ def _parse_budgets(texts: Sequence[str], traces: Mapping[str, Trace]) -> list[fl
 def _choose_row(table: CascadeTable, budgets: Sequence[str]) -> CascadeRow:
     """Return the best chain of several networks at the first given budget, or by default at 50 % or the next one."""
     indices = range(len(table.budgets)) if budgets else (SHARES.index("50%"), 2, 3)
-    for i in indices:
+    for first, i in enumerate(indices):
         rows = [row for row in table.rows if row.budget == table.budgets[i] and len(row.networks) > 1]
         if rows:
+            if first and budgets:
+                print(
+                    f"exitwise: no chain costs as little as {budgets[0]}: the run is for {budgets[i]}", file=sys.stderr
+                )
             return max(rows, key=lambda row: (row.top1, -row.cost))
     raise InputError("no chain of networks costs as little as the budgets: give a larger --budget")

@@ -1,7 +1,8 @@
 """Create a run whose net is a cascade of networks that are trained already."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from exitwise import data
 from exitwise.core.errors import InputError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.core.results import to_jsonable
 from exitwise.models.cascade import Cascade, cascade
 from exitwise.models.macs import macs
 from exitwise.models.weights import save_checkpoint
@@ -41,7 +43,7 @@ def make_cascade_run(directory: Path, source: DataOptions, options: CascadeOptio
         net = cascade(pairs, classes=named, class_order=None if named is None else classes, preprocessing=given)
         check_classes(net, len(classes))
         costs = count_networks(net, members, given)
-        described = describe_cascade(net, costs)
+        described = describe_cascade(net, costs, pairs)
         contents = run_metadata(net.spec or {"net": ",".join(names)}, metadata)
         write_json(new / "run.json", {**contents, "cascade": described})
         save_checkpoint(net, new / "net.safetensors")
@@ -54,7 +56,7 @@ def load_cascade_data(
 ) -> tuple[data.HoldOut, data.Splits[Any], dict[str, Any], Preprocessing]:
     """Load the images, at the largest size that a network takes if all are known; return them, preprocessing last."""
     sizes = [member.image_size for member in members]
-    size = None if None in sizes else max(own for own in sizes if own is not None)
+    size = None if None in sizes else max(size for size in sizes if size is not None)
     held_out, splits, metadata = load_new_data(source, size, pretrained=not options.train)
     given = data.get_dataset(str(source.data)).preprocessing(metadata["image_size"])
     counts = f"{len(splits.val)} images for calibration and {len(splits.test)} for testing"
@@ -75,10 +77,15 @@ def count_networks(net: Cascade, members: list[MemberNetwork], given: Preprocess
     return costs
 
 
-def describe_cascade(net: Cascade, costs: list[NetworkCost]) -> dict[str, Any]:
-    """Return the entry `cascade` of run.json."""
+def describe_cascade(
+    net: Cascade, costs: list[NetworkCost], pairs: Sequence[tuple[Any, Preprocessing | None]]
+) -> dict[str, Any]:
+    """Return the entry `cascade` of run.json, from the costs of the networks, and each one with its preprocessing."""
     return {
-        "networks": [{"name": cost.name, "size": cost.size, "macs": cost.macs} for cost in costs],
+        "networks": [
+            {**asdict(cost), "preprocessing": None if preprocessing is None else to_jsonable(preprocessing.to_dict())}
+            for cost, (_, preprocessing) in zip(costs, pairs, strict=True)
+        ],
         "exits": list(net.member_of_exit),
         "num_classes": net.num_classes,
     }

@@ -62,7 +62,7 @@ class ChosenClassifier:
         )
 
     def _answers(self) -> dict[str, Any]:
-        """Return sets and abstention for the file, without those that there are not, as in former files."""
+        """Return sets and abstention for the file, omitting None, as in files of earlier versions."""
         fitted = {"sets": self.sets, "abstention": self.abstention}
         return {name: value.to_dict() for name, value in fitted.items() if value is not None}
 

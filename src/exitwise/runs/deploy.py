@@ -20,7 +20,14 @@ from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.data import run_preprocessing
 from exitwise.runs.nets import load_run_net
 from exitwise.runs.options import ClassifierOptions
-from exitwise.runs.policies import CalibratedSplits, PolicyOptions, calibrate_run, resolve_method, split_held_out_twice
+from exitwise.runs.policies import (
+    CalibratedSplits,
+    PolicyOptions,
+    calibrate_run,
+    held_out_certificate,
+    resolve_method,
+    split_held_out_twice,
+)
 from exitwise.runs.run import Run
 from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.classifier import Classifier
@@ -87,12 +94,7 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
 def _with_answers(options: PolicyOptions, chosen: ChosenClassifier) -> PolicyOptions:
     """Return options with which sets and abstention are fitted again for a new policy, on the same held-out samples."""
     answers = AnswerOptions.of(chosen.sets, chosen.abstention)
-    certificate, guarantee = options.certificate, chosen.policy.guarantee
-    if answers.requested and certificate is not None and guarantee is not None:
-        fitted_on = chosen.abstention.samples if chosen.sets is None else sum(chosen.sets.samples)  # type: ignore[union-attr]
-        held_out = guarantee.hold + fitted_on
-        certificate = replace(certificate, hold=held_out / (held_out + guarantee.tune))
-    return replace(options, answers=answers, certificate=certificate)
+    return replace(options, answers=answers, certificate=held_out_certificate(chosen))
 
 
 def _make_certificate(delta: float, options: PolicyOptions) -> Certificate:

@@ -112,6 +112,19 @@ def warn_of_members(net: Cascade, trace: Trace) -> None:
             )
 
 
+def warn_of_network(name: str, trace: Trace) -> None:
+    """Log one line if a network that may become part of a cascade is about as good as guessing."""
+    accuracy = trace_accuracies(trace)[0]
+    if accuracy.is_chance(trace.num_classes):
+        _log.warning(
+            "%s is right on %s, about as often as guessing among %d classes: "
+            "size or normalization of its images, or the order of its classes, probably differ from its training",
+            name,
+            accuracy,
+            trace.num_classes,
+        )
+
+
 def warn_of_accuracies(accuracies: list[Accuracy], classes: int) -> None:
     """Log at most one line on accuracies of a last exit that was trained elsewhere.
 

@@ -13,9 +13,12 @@ from exitwise import models
 from exitwise.core.checks import suggest
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.core.results import to_jsonable
 from exitwise.models.cascade import Cascade, cascade
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, load_module_weights, load_net
+from exitwise.runs.data import run_preprocessing
+from exitwise.runs.run import Run
 
 NO_FILE = "-"  # stands for a file that a network does not need
 
@@ -96,26 +99,27 @@ def _find_network(source: str) -> tuple[nn.Module | None, Preprocessing | None, 
     if source in models.list_presets():
         return None, None, models.config(source).input_shape[1]
     path = Path(source)
-    file = path / "net.safetensors" if (path / "run.json").is_file() else path
+    is_run = (path / "run.json").is_file()
+    file = path / "net.safetensors" if is_run else path
     if file.is_file():
         net = load_net(file)
-        return (
-            net,
-            net.preprocessing if isinstance(net, Cascade) else None,
-            None if net.input_shape is None else (net.input_shape[-1]),
-        )
+        preprocessing = run_preprocessing(Run(path)) if is_run else None
+        if isinstance(net, Cascade):
+            preprocessing = net.preprocessing
+        size = None if preprocessing or net.input_shape is None else net.input_shape[-1]
+        return net, preprocessing, size
     if ":" not in source:
         hint = suggest(source, models.list_presets(), "`exitwise models` lists the presets")
         raise InputError(
             f"`--net` must be package.module:function, a preset, a run or a file of weights with their preset, "
             f"but got {source!r}; {hint}"
         )
-    made = call_function(source)
-    network, preprocessing = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
+    result = call_function(source)
+    network, preprocessing = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
     if not isinstance(network, nn.Module) or not isinstance(preprocessing, Preprocessing | None):
         raise InputError(
             f"`--net` {source} must return a network, or a network and its exitwise.Preprocessing, "
-            f"but returned a {type(made).__name__}"
+            f"but returned a {type(result).__name__}"
         )
     return network.eval(), preprocessing, None
 
@@ -196,4 +200,13 @@ def rebuild_member_cascade(names: Sequence[str], described: Mapping[str, Any], g
     if len(names) != len(networks):
         raise InputError(f"the run is a cascade of {len(networks)} networks: give --net for each, but got {len(names)}")
     members = find_members(names)
-    return cascade(build_members(members, given, num_classes, needs_weights=False), preprocessing=given)
+    pairs = build_members(members, given, num_classes, needs_weights=False)
+    for i, ((_, preprocessing), entry) in enumerate(zip(pairs, networks, strict=True)):
+        if not isinstance(entry, Mapping) or "preprocessing" not in entry:
+            continue  # of an earlier version
+        if entry["preprocessing"] != to_jsonable(None if preprocessing is None else preprocessing.to_dict()):
+            raise InputError(
+                f"`--net` {names[i]} takes other images than network {i + 1} of the run, {entry.get('name')}: its size "
+                "or normalization differs"
+            )
+    return cascade(pairs, preprocessing=given)

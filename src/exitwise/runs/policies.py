@@ -27,13 +27,13 @@ from exitwise.rival_methods.advice import note_few_labels
 from exitwise.runs.answers import (
     AnswerOptions,
     AnswersEvaluation,
-    FittedAnswers,
     TradeOffRow,
     fit_answers,
     trade_off,
 )
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
+from exitwise.runtime.engine import AnswerRules
 
 PLAIN = "plain net"  # the net without calibration; its last exit is what `max_loss` refers to
 _MIN_SPENT = 0.97  # a policy that spends less of its budget on validation samples gets a note
@@ -102,12 +102,11 @@ class CalibratedSplits:
     held_out: Split | None
     answers: Split | None = None
 
-    def fit_answers(self, policy: Policy, options: AnswerOptions) -> FittedAnswers:
+    def fit_answers(self, policy: Policy, options: AnswerOptions) -> AnswerRules:
         """Fit prediction sets and abstention on samples that neither calibration nor policy have seen."""
         if self.answers is None or not options.requested:
-            return FittedAnswers()
-        held_out = self.calibration.predict(self.answers)
-        return fit_answers(options, policy, held_out, self.answers, self.preds, self.val)
+            return AnswerRules()
+        return fit_answers(options, policy, self._answers_preds, self.answers, self.preds, self.val)
 
     def trade_off(
         self,
@@ -129,13 +128,12 @@ class CalibratedSplits:
             chosen: Policy to use at its own budget.
         """
         assert self.answers is not None
-        plain_options = replace(options, certificate=None)
+        uncertified = replace(options, certificate=None)
         policies = (
-            chosen if chosen is not None and chosen.budget == budget else self.fit_policy(costs, budget, plain_options)
+            chosen if chosen is not None and chosen.budget == budget else self.fit_policy(costs, budget, uncertified)
             for budget in budgets
         )
-        held_out = (self.calibration.predict(self.answers), self.answers)
-        return trade_off(policies, options.answers, held_out, (preds, test))
+        return trade_off(policies, options.answers, (self._answers_preds, self.answers), (preds, test))
 
     def fit_policy(
         self, costs: Costs, budget: float | None, options: PolicyOptions, plain: Calibration | None = None
@@ -183,6 +181,11 @@ class CalibratedSplits:
     @cached_property
     def _held_out_preds(self) -> Predictions | None:
         return None if self.held_out is None else self.calibration.predict(self.held_out)
+
+    @cached_property
+    def _answers_preds(self) -> Predictions:
+        assert self.answers is not None
+        return self.calibration.predict(self.answers)
 
     @cached_property
     def preds(self) -> Predictions:
@@ -323,6 +326,17 @@ def certificate_from(guarantee: Guarantee | None) -> Certificate | None:
     share = guarantee.hold / (guarantee.hold + guarantee.tune)
     deltas = (guarantee.budget_delta, guarantee.risk_delta)
     return Certificate(deltas[0], guarantee.risk, guarantee.epsilon, deltas[1], share, guarantee.seed or 0)
+
+
+def held_out_certificate(chosen: ChosenClassifier) -> Certificate | None:
+    """Return the certificate of a chosen classifier, with the share of samples that it and its answers hold out."""
+    certificate, guarantee = certificate_from(chosen.policy.guarantee), chosen.policy.guarantee
+    counts = [0 if chosen.sets is None else sum(chosen.sets.samples)]
+    counts.append(0 if chosen.abstention is None else chosen.abstention.samples)
+    if certificate is None or guarantee is None:
+        return None
+    held_out = guarantee.hold + max(counts)
+    return replace(certificate, hold=held_out / (held_out + guarantee.tune))
 
 
 @dataclass(frozen=True, eq=False)

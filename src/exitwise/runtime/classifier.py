@@ -106,6 +106,8 @@ class Classifier(nn.Module):
                 check_fitted_for(value, policy, net.num_classes)
         if policy.score == "variance" and not calibration.method.has_variance:
             raise InputError(f"a policy on the variance {NEEDS_DRAWS}")
+        if classes is None and isinstance(net, Cascade):
+            classes = net.classes
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
         if preprocessing is None and isinstance(net, Cascade):

@@ -153,7 +153,7 @@ def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Arra
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """What an answer says besides probabilities: prediction sets and abstention, None for what it does not say."""
+    """Prediction sets and abstention that are applied to predictions; None for what is not fitted."""
 
     sets: PredictionSets | None = None
     abstention: Abstention | None = None

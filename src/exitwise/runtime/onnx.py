@@ -58,7 +58,8 @@ class Session:
         folder = Path(path)
         self.manifest = Manifest.load(folder)
         self.policy = self._check_policy(policy) if policy is not None else self.manifest.policy
-        same_exits = self.policy.thresholds == self.manifest.policy.thresholds
+        former = self.manifest.policy
+        same_exits = (self.policy.thresholds, self.policy.score) == (former.thresholds, former.score)
         self.sets = self.manifest.sets if same_exits else None
         self.abstention = self.manifest.abstention if same_exits else None
         self.costs = self.manifest.costs

@@ -114,11 +114,6 @@ def split_classifier(module: nn.Module, example_inputs: Any) -> tuple[nn.Module,
     return cut.stages[0], cut.last
 
 
-def candidate_inputs(module: nn.Module) -> list[Tensor]:
-    """Return inputs of one sample that fit the first layer of a module; the module may refuse some or all of them."""
-    return _candidate_inputs(module)
-
-
 def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
     """Return the spec that rebuilds the net, or None unless the module is a preset and its heads are built in."""
     spec = module.spec if isinstance(module, MultiExitNet) else None
@@ -168,7 +163,7 @@ def _check_inputs(inputs: ModuleInputs) -> None:
 
 def _guess_input(module: nn.Module) -> Tensor:
     """Return an input of one sample that the module takes, guessed from its first layer."""
-    for candidate in _candidate_inputs(module):
+    for candidate in candidate_inputs(module):
         try:
             call_with_inputs(module, ModuleInputs.of(candidate))
         except InputError:
@@ -177,7 +172,8 @@ def _guess_input(module: nn.Module) -> Tensor:
     raise InputError("the module's inputs could not be guessed: pass `example_inputs`")
 
 
-def _candidate_inputs(module: nn.Module) -> list[Tensor]:
+def candidate_inputs(module: nn.Module) -> list[Tensor]:
+    """Return inputs of one sample that fit the first layer of a module; the module may refuse some or all of them."""
     first = next(
         (part for part in module.modules() if isinstance(part, nn.Conv2d | nn.Conv1d | nn.Linear | nn.Embedding)), None
     )
