@@ -374,6 +374,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run: Path) -> None:
     assert list((run / "calibrations").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "exitwise", "demo", "--out", "run"], cwd=tmp_path)
     while not list(tmp_path.glob(".run.*")) and process.poll() is None:

@@ -326,6 +326,7 @@ def test_the_last_exit_says_what_the_module_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow_after_first
 def test_samples_that_leave_change_nothing_for_the_others(name: str) -> None:
     _, net, inputs = attached(name)
     rng = seeded(1)
@@ -449,6 +450,7 @@ EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     """Cases include tokens, several inputs in order or by name, and masks."""
     _, net, few = attached(name)

@@ -189,6 +189,7 @@ def test_reliability_leaves_out_empty_bins(small: Report) -> None:
             assert axes.texts[0].get_text() == f"ECE {metrics['ece']:.3f}\nAUROC {metrics['auroc']:.3f}"
 
 
+@pytest.mark.slow
 def test_images_have_label_prediction_and_exit(small: Report) -> None:
     assert small.sheet is not None
     rows = uncertainty.gallery_rows(small.data)

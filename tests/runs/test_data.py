@@ -297,6 +297,7 @@ def messages(done: Any, caplog: pytest.LogCaptureFixture) -> str:
     return str(done.err) + "".join(record.getMessage() + "\n" for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_size_of_the_images_is_taken_and_said(
     photos: Path, exitwise: Command, caplog: pytest.LogCaptureFixture
 ) -> None:

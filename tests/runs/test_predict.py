@@ -185,6 +185,7 @@ class TestPictures:
         done = exitwise("predict", run, tmp_path / "cut.png", "--budget", "50%", "--json")
         assert "cannot be read" in json.loads(done.out)["error"]
 
+    @pytest.mark.slow
     def test_a_net_that_overflows_says_so_in_the_row(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command
     ) -> None:
@@ -234,6 +235,7 @@ class TestStatus:
             assert done.err == f"exitwise: {name} does not exist\n"
             assert not out.exists()
 
+    @pytest.mark.slow
     def test_nothing_succeeded(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
         bad, out = tmp_path / "bad.png", tmp_path / "p.csv"
         bad.write_text("text")
@@ -272,6 +274,7 @@ class TestShown:
         assert "\x1b" not in shown
         assert len(shown.splitlines()) == 2
 
+    @pytest.mark.slow
     def test_cells_that_a_spreadsheet_would_compute(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
