@@ -203,6 +203,7 @@ def test_collect_refuses_a_checkpoint_of_another_net_and_leaves_nothing(exitwise
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "net.pth"]
 
 
+@pytest.mark.slow
 def test_collect_makes_a_run_and_collects_it_again(
     exitwise: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

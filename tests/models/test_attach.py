@@ -392,6 +392,7 @@ WIDTHS |= {"channels_first": [10 * 4, 12], "channels_last": [10, 12], "recurrent
 
 
 @pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.slow
 def test_heads_have_the_width_of_the_channels_or_of_several_places_where_they_are_few(name: str) -> None:
     module, net, inputs = attached(name)
     linears = ew.attach(module, CASES[name][2], head="linear", example_inputs=inputs)

@@ -234,6 +234,7 @@ class TestEveryBudget:
         assert report.data["method"] == "PoE T_opt"
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
 
+    @pytest.mark.slow
     def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: ReportedRun) -> None:
         """The report uses even an unusual one; methods without a saved calibration are calibrated with its settings."""
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
@@ -704,6 +705,7 @@ class TestPage:
                 del epoch["seconds"], epoch["images_per_second"]
         assert after == before
 
+    @pytest.mark.slow
     def test_it_names_the_run_that_it_is_made_in(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(run)
         found = build_report(Run("."), ReportOptions()).data
@@ -724,6 +726,7 @@ class TestCommand:
         del expected["provenance"]
         assert found == expected
 
+    @pytest.mark.slow
     def test_or_elsewhere_and_says_so_to_machines(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
         before = contents(run)
         done = exitwise("report", run, "--out", tmp_path / "new" / "page.html", "--budget", "60%", "--json")

@@ -139,6 +139,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     check_files(write_figures(Report(data), tmp_path / "out"), list(FIGURES))
 
 
+@pytest.mark.slow
 def test_budget_curves_are_the_reports(small: Report) -> None:
     explorer = small.data["explorers"][0]
     with matplotlib.rc_context(STYLE):

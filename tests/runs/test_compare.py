@@ -221,6 +221,7 @@ class TestRows:
             gains.append(row.gain)
         assert max(map(abs, gains)) > 0.005  # or nothing would be compared
 
+    @pytest.mark.slow
     def test_intervals_are_about_their_numbers(self, place: Path, trace: ew.Trace) -> None:
         """Intervals of means have the width of their standard error; with 2000 resamples to a few percent."""
         assert trace.test is not None

@@ -134,6 +134,7 @@ class TestCertified:
         assert whole["calibrated_and_fitted_on"]["index"] == trace.val.index.tolist()
         assert "certified_on" not in whole
 
+    @pytest.mark.slow
     def test_a_risk_as_well(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         """Half of the probability to fail goes to each."""
         asked = ["--budget", "90%", "--certify", "0.1", "--max-loss", "0.3", "--risk", "disagreement"]
@@ -321,6 +322,7 @@ class TestDeployed:
 
     @pytest.mark.parametrize("strategy", ["geometric", "label_free"])
     @pytest.mark.slow_after_first
+    @pytest.mark.slow
     def test_predict_goes_by_the_strategy(
         self, run: Path, trace: ew.Trace, noise: Path, exitwise: Command, strategy: str
     ) -> None:
@@ -408,6 +410,7 @@ class TestDeployed:
 class TestNotes:
     """What the numbers alone do not show is said in one line, and stands in the JSON."""
 
+    @pytest.mark.slow
     def test_calibrate_names_values_at_the_edge_of_their_grid(self, run: Path, exitwise: Command) -> None:
         done = exitwise("calibrate", run, "--json")
         at_edge = {0.5, 4.0} & set(done.json["prior_vars"]) or {0.3, 3.0} & set(done.json["temperatures"])

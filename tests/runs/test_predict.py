@@ -262,6 +262,7 @@ class TestShown:
         done = exitwise("predict", run, name, "--budget", "50%")
         assert done.err == f"exitwise: {tmp_path}/\\x1b[31mred\\x9b2J\\u202egnp.txt does not exist\n"
 
+    @pytest.mark.slow
     def test_rows_in_a_terminal_are_escaped_and_in_a_pipe_as_they_are(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -506,6 +506,7 @@ class TestController:
     @pytest.mark.parametrize("score", ["confidence", "entropy", "patience"])
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 200])
     @pytest.mark.slow_after_first
+    @pytest.mark.slow
     def test_answers_are_those_of_the_loop_by_hand(self, batch_size: int, score: str) -> None:
         clf, controller = steered(score)
         other, mine = steered(score)

@@ -674,6 +674,7 @@ def test_a_parametrized_layer_is_trained_without_standardization() -> None:
     assert right > 0.8
 
 
+@pytest.mark.slow
 def test_a_head_that_overfits_is_kept_from_before_its_loss_rises() -> None:
     train, val = vectors(24), vectors(400, 1)
     torch.manual_seed(1)
