@@ -514,6 +514,7 @@ class TestRuntime:
 
 
 class TestTables:
+    @pytest.mark.slow
     def test_it_joins_the_ablation(self) -> None:
         trace = random_trace(n=120)
         table = ew.ablation(trace, methods=[*ew.METHODS, *DROPOUT_METHODS], num_draws=6)

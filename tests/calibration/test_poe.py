@@ -161,6 +161,7 @@ class TestSearch:
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("search", ["grid", "continuous"])
+    @pytest.mark.slow_after_first
     def test_the_nlpd_that_it_promises_is_that_of_its_predictions(self, mode: Mode, search: Any) -> None:
         trace = random_trace(n=150)
         calibration = ew.calibrate(trace, FULL, num_draws=8, mode=mode, search=search)

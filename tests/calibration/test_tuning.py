@@ -126,6 +126,7 @@ def test_a_shared_tuner_gives_what_separate_ones_give() -> None:
         )
 
 
+@pytest.mark.slow
 def test_samples_is_the_former_name_of_num_draws() -> None:
     trace = random_trace()
     calibration, former = ew.calibrate(trace, "Laplace", num_draws=7), ew.calibrate(trace, "Laplace", samples=7)

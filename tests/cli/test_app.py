@@ -203,6 +203,7 @@ def test_collect_refuses_a_checkpoint_of_another_net_and_leaves_nothing(exitwise
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "net.pth"]
 
 
+@pytest.mark.slow
 def test_collect_makes_a_run_and_collects_it_again(
     exitwise: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +375,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run: Path) -> None:
     assert list((run / "calibrations").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "exitwise", "demo", "--out", "run"], cwd=tmp_path)
     while not list(tmp_path.glob(".run.*")) and process.poll() is None:

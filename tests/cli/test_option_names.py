@@ -154,6 +154,7 @@ class TestSmallDatasets:
 
 
 class TestUnfinishedTraining:
+    @pytest.mark.slow
     def test_collect_says_so(self, tmp_path: Path, exitwise: Command) -> None:
         place = tmp_path / "half done"
         assert exitwise("train", "--data", "digits", "--epochs", 1, "--out", place).status == 0
@@ -193,6 +194,7 @@ class TestLabels:
         found = exitwise("evaluate", run, "--budget", "90%", "--json").json
         assert "MSDNet (vanilla)" in found["methods"]
 
+    @pytest.mark.slow
     def test_an_msdnet_keeps_its_name(self, tmp_path: Path, exitwise: Command) -> None:
         done = exitwise("evaluate", zoo_run(tmp_path / "run"), "--budget", "50%", "--method", "T_opt")
         assert "MSDNet (vanilla)" in done.out

@@ -183,6 +183,7 @@ def test_idx_files_are_read_as_they_lie(tmp_path: Path, zipped: bool, inside: st
 
 
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+@pytest.mark.slow
 def test_debians_copy_is_the_real_one() -> None:
     train, test = data.load("fashion-mnist")
     assert (train.pixels.shape, test.pixels.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))

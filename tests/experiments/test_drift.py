@@ -115,6 +115,7 @@ class Half:
 
 
 @pytest.mark.parametrize("method", ["MSDNet (vanilla)", "MIE Laplace T_opt sigma_opt"])
+@pytest.mark.slow
 def test_the_attack_lowers_confidence_within_its_bounds(drift: ModuleType, method: str) -> None:
     net = tiny_net().eval().requires_grad_(False)
     import slowdown  # which `drift` has made importable

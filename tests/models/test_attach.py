@@ -326,6 +326,7 @@ def test_the_last_exit_says_what_the_module_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow_after_first
 def test_samples_that_leave_change_nothing_for_the_others(name: str) -> None:
     _, net, inputs = attached(name)
     rng = seeded(1)
@@ -391,6 +392,7 @@ WIDTHS |= {"channels_first": [10 * 4, 12], "channels_last": [10, 12], "recurrent
 
 
 @pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.slow
 def test_heads_have_the_width_of_the_channels_or_of_several_places_where_they_are_few(name: str) -> None:
     module, net, inputs = attached(name)
     linears = ew.attach(module, CASES[name][2], head="linear", example_inputs=inputs)
@@ -449,6 +451,7 @@ EXPORTED = ("resnet_inside", "vit", "causal", "samples_second", "one_by_name", "
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     """Cases include tokens, several inputs in order or by name, and masks."""
     _, net, few = attached(name)

@@ -62,6 +62,7 @@ def test_counts_are_the_tables(preset: str) -> None:
 
 @pytest.mark.parametrize("family", ["resnet", "densenet"])
 @pytest.mark.parametrize("dataset", NAMES)
+@pytest.mark.slow_after_first
 def test_macs_are_the_figures_to_the_last_digit(dataset: str, family: str) -> None:
     rows = [row for row in zoo.published("budget_curves") if (row["dataset"], row["model"]) == (dataset, family)]
     printed = {float(row["flops"]) for row in rows}
@@ -187,6 +188,7 @@ REFERENCE_CASES = [
 
 
 @pytest.mark.parametrize(("preset", "changes", "size"), REFERENCE_CASES)
+@pytest.mark.slow_after_first
 def test_torchvisions_weights_load_and_compute_what_they_do_there(
     preset: str, changes: dict[str, int], size: int, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_weights_start_as_pytorch_starts_them() -> None:
 
 
 @pytest.mark.parametrize("preset", TINY)
+@pytest.mark.slow
 def test_tiny_nets_take_every_size_from_8_to_32(preset: str) -> None:
     torch.manual_seed(0)
     net = models.msdnet(preset).eval()

@@ -165,6 +165,7 @@ def write_state(state: State, path: Path, prefix: str, nested: str | None) -> No
     ("file", "nested"),
     [("net.safetensors", None), ("net.pth", None), ("net.pth.tar", "state_dict"), ("net.pth", "model")],
 )
+@pytest.mark.slow_after_first
 def test_public_cifar_weights_load(file: str, nested: str | None, prefix: str, tmp_path: Path) -> None:
     source = fill(models.msdnet("cifar100-small"))
     released = {released_key(key): value for key, value in source.state_dict().items()}

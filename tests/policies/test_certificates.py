@@ -151,6 +151,7 @@ def population(seed: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TestCertified:
+    @pytest.mark.slow
     def test_the_mean_cost_of_fresh_samples_is_within_the_budget(self) -> None:
         """Held-out samples are drawn 400 times; the true mean cost of a policy is that of 200,000 samples."""
         costs, budget, delta = ew.Costs((1.0, 3.0, 9.0)), 4.0, 0.1

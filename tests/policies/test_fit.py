@@ -430,6 +430,7 @@ class TestCheapestPolicyForALoss:
             taken = cheaper.exits(preds)
             assert last - (preds.argmax(2)[taken, np.arange(len(taken))] == labels).mean() > 0.05
 
+    @pytest.mark.slow
     def test_against_another_net(self) -> None:
         """A reference that is worse than the last exit allows a cheaper policy, a better one a dearer policy."""
         preds, labels, costs = self.data()

@@ -226,6 +226,7 @@ class TestEveryBudget:
             np.testing.assert_allclose(even, np.linspace(costs.values[0], costs.values[-1], 41), rtol=1e-12)
             assert slider["steps"][0]["ours"]["exit_shares"] == [1, 0, 0]
 
+    @pytest.mark.slow
     def test_another_method_and_a_product_of_experts(self, run: Path, small: ReportedRun) -> None:
         report = build_report(Run(run), ReportOptions(method="poe t_opt", budget=2.5e6))
         cal = ew.calibrate(small.trace, "PoE T_opt")
@@ -233,6 +234,7 @@ class TestEveryBudget:
         assert report.data["method"] == "PoE T_opt"
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
 
+    @pytest.mark.slow
     def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: ReportedRun) -> None:
         """The report uses even an unusual one; methods without a saved calibration are calibrated with its settings."""
         odd = replace(small.cals["ours"], exits=tuple(replace(e, temperature=3.0) for e in small.cals["ours"].exits))
@@ -245,6 +247,7 @@ class TestEveryBudget:
         assert report.data["tables"][0]["rows"][:-1] == small.data["tables"][0]["rows"][:-1]
         assert report.data["tables"][0]["rows"][-1] != small.data["tables"][0]["rows"][-1]
 
+    @pytest.mark.slow
     def test_the_default_method_is_that_of_the_chosen_classifier(self, run: Path, exitwise: Command) -> None:
         chosen_by_auto = ew.calibrate(ew.Trace.load(run / "trace.safetensors")).method.name
         for evaluated, expected in (("MIE T_opt", "MIE T_opt"), (VANILLA, chosen_by_auto)):
@@ -258,6 +261,7 @@ class TestEveryBudget:
 
 
 class TestWhichBudget:
+    @pytest.mark.slow
     def test_half_may_be_less_than_the_first_exit_costs(self, run: Path) -> None:
         write_json(run / "bench.json", {"costs": {"values": [3.0, 3.5, 4.0]}})
         assert chosen(build_report(Run(run), ReportOptions()))[1] == ("ms", 3.0)
@@ -293,6 +297,7 @@ class TestWhichBudget:
         other = "ms" if unit == "MACs" else "MACs"
         assert found[1] == (other, pytest.approx(share * last[other]))
 
+    @pytest.mark.slow
     def test_a_guarantee_is_told(self, run: Path, small: ReportedRun, exitwise: Command) -> None:
         assert small.data["guarantee"] is None
         exitwise("evaluate", run, "--budget", "70%", "--certify", "0.2")
@@ -416,6 +421,7 @@ class TestSamples:
             assert 0 <= found[0] < found[-1] < samples
             assert uncertainty.choose_points(samples).tolist() == found
 
+    @pytest.mark.slow
     def test_without_index_and_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(budget_explorer, "SLIDER_STEPS", 3)
         trace = replace(random_trace(n=60), classes=None)
@@ -497,6 +503,7 @@ def tiles(content: bytes, shape: dict[str, int], number: int) -> np.ndarray:
 
 
 class TestImages:
+    @pytest.mark.slow
     def test_of_digits_are_on_the_page_without_loss(self, digits: Path) -> None:
         seen = read(digits / "report.html")
         kind, content = seen.sheet
@@ -544,6 +551,7 @@ class TestImages:
             part = grain[7, 2, y * 300 // 96 : -(-(y + 1) * 300 // 96), x * 200 // 64 : -(-(x + 1) * 200 // 64)]
             assert abs(int(sheet.pixels[7, 2, y, 16 + x]) - float(part.float().mean())) < 0.51
 
+    @pytest.mark.slow
     def test_a_folder_that_is_gone_is_a_note_on_the_page(self, run: Path) -> None:
         about = json.loads((run / "run.json").read_text())
         about["data"]["root"] = "/moved/away"
@@ -568,6 +576,7 @@ class TestImages:
 
 
 class TestOtherRuns:
+    @pytest.mark.slow
     def test_beside_a_second_one(self, run: Path, tmp_path: Path, small: ReportedRun) -> None:
         """The other run's curves use its own calibration and its own costs."""
         other = random_trace(n=200, widths=(5, 8), seed=40)
@@ -696,6 +705,7 @@ class TestPage:
                 del epoch["seconds"], epoch["images_per_second"]
         assert after == before
 
+    @pytest.mark.slow
     def test_it_names_the_run_that_it_is_made_in(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(run)
         found = build_report(Run("."), ReportOptions()).data
@@ -716,6 +726,7 @@ class TestCommand:
         del expected["provenance"]
         assert found == expected
 
+    @pytest.mark.slow
     def test_or_elsewhere_and_says_so_to_machines(self, run: Path, tmp_path: Path, exitwise: Command) -> None:
         before = contents(run)
         done = exitwise("report", run, "--out", tmp_path / "new" / "page.html", "--budget", "60%", "--json")

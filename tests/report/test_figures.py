@@ -139,6 +139,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     check_files(write_figures(Report(data), tmp_path / "out"), list(FIGURES))
 
 
+@pytest.mark.slow
 def test_budget_curves_are_the_reports(small: Report) -> None:
     explorer = small.data["explorers"][0]
     with matplotlib.rc_context(STYLE):
@@ -189,6 +190,7 @@ def test_reliability_leaves_out_empty_bins(small: Report) -> None:
             assert axes.texts[0].get_text() == f"ECE {metrics['ece']:.3f}\nAUROC {metrics['auroc']:.3f}"
 
 
+@pytest.mark.slow
 def test_images_have_label_prediction_and_exit(small: Report) -> None:
     assert small.sheet is not None
     rows = uncertainty.gallery_rows(small.data)

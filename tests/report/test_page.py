@@ -429,6 +429,7 @@ class TestLook:
 
 
 class TestStrangeNames:
+    @pytest.mark.slow
     def test_are_text(self, hostile: Written, tab: Open) -> None:
         seen = tab(hostile.file)
         assert seen.page.title() == "<b>run · exitwise"

@@ -135,6 +135,7 @@ class TestRows:
         assert len(found.to_pandas()) == len(found)
         assert "temperature scaling" in repr(found)
 
+    @pytest.mark.slow
     def test_a_second_comparison_is_the_same(self) -> None:
         trace = random_trace(150)
         first, second = (ew.rivals(trace, only=QUICK, repeats=20) for _ in range(2))

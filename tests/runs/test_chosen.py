@@ -38,6 +38,7 @@ def bundle_of(exitwise: Command, run: Path, out: Path, *options: str) -> tuple[d
     return done.json["policy"], method, done.err
 
 
+@pytest.mark.slow
 def test_export_uses_the_evaluated_method_and_policy(run: Path, tmp_path: Path, exitwise: Command) -> None:
     assert exitwise("evaluate", run, "--budget", "60%", "--method", "T_opt", "--score", "margin").status == 0
     evaluated = json.loads((run / "policy.json").read_text())

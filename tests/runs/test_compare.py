@@ -221,6 +221,7 @@ class TestRows:
             gains.append(row.gain)
         assert max(map(abs, gains)) > 0.005  # or nothing would be compared
 
+    @pytest.mark.slow
     def test_intervals_are_about_their_numbers(self, place: Path, trace: ew.Trace) -> None:
         """Intervals of means have the width of their standard error; with 2000 resamples to a few percent."""
         assert trace.test is not None
@@ -290,6 +291,7 @@ class TestRows:
     def test_budgets_are_spread_over_the_range_without_its_ends(self) -> None:
         assert evenly_spaced_budgets(ew.Costs((1.0, 3.0, 8.0)), 6) == pytest.approx([2, 3, 4, 5, 6, 7])
 
+    @pytest.mark.slow
     def test_progress_is_told_and_ends(self, place: Path, trace: ew.Trace) -> None:
         told: list[tuple[int, int]] = []
         asked = Comparison((2e6,), (get_method(VANILLA), get_method("T_opt")), ("margin", "entropy"))
@@ -309,6 +311,7 @@ class TestCommand:
     def run(self, trace: ew.Trace, tmp_path: Path) -> Path:
         return make_run(tmp_path / "run", trace)
 
+    @pytest.mark.slow
     def test_budgets_methods_and_scores_may_be_repeated(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         options = ["--budget", "40%", "--budget", "3e6", "--method", "t_opt", "--method", "poe laplace"]
         options += ["--score", "entropy", "--score", "confidence", "--repeats", "20"]
@@ -342,11 +345,13 @@ class TestCommand:
         assert found["certify"] is None
         assert "certified" not in found["samples"]
 
+    @pytest.mark.slow
     def test_all_methods(self, run: Path, exitwise: Command) -> None:
         options = ["--method", "all", "--budget", "60%", "--certify", "0", "--repeats", "2", "--json"]
         found = exitwise("policies", run, *options).json
         assert [row["method"] for row in found["rows"][::5]] == list(ew.METHODS)
 
+    @pytest.mark.slow
     def test_all_scores_but_the_variance_where_there_is_none(self, run: Path, exitwise: Command) -> None:
         options = ["--score", "all", "--budget", "60%", "--certify", "0", "--repeats", "2", "--json"]
         found = exitwise("policies", run, *options).json

@@ -297,6 +297,7 @@ def messages(done: Any, caplog: pytest.LogCaptureFixture) -> str:
     return str(done.err) + "".join(record.getMessage() + "\n" for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_size_of_the_images_is_taken_and_said(
     photos: Path, exitwise: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,6 +353,7 @@ def test_a_new_run_names_the_options_that_are_missing(
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_nothing(photos: Path, exitwise: Command) -> None:
     bad = photos / "cat" / "bad.png"
     bad.write_bytes((photos / "cat" / "0.png").read_bytes()[:60])

@@ -122,6 +122,7 @@ class TestCertified:
         assert ew.Policy.load(run / "policy.json") == policy
         assert json.loads((run / "results.json").read_text())["evaluation"] == done.json
 
+    @pytest.mark.slow
     def test_says_which_samples_did_what(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         samples = exitwise("evaluate", run, "--budget", "50%", "--certify", "0.05", "--json").json["samples"]
         assert trace.val.index is not None
@@ -133,6 +134,7 @@ class TestCertified:
         assert whole["calibrated_and_fitted_on"]["index"] == trace.val.index.tolist()
         assert "certified_on" not in whole
 
+    @pytest.mark.slow
     def test_a_risk_as_well(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         """Half of the probability to fail goes to each."""
         asked = ["--budget", "90%", "--certify", "0.1", "--max-loss", "0.3", "--risk", "disagreement"]
@@ -151,6 +153,7 @@ class TestCertified:
         baseline = found["methods"][VANILLA]["policy"]["guarantee"]  # which is not asked to lose nothing
         assert (baseline["budget_delta"], baseline["risk"]) == (0.1, None)
 
+    @pytest.mark.slow
     def test_the_sentences(self, run: Path, exitwise: Command) -> None:
         words = " ".join(exitwise("evaluate", run, "--budget", "90%", "--certify", "0.1").out.split())
         assert "Certified on 600 held-out samples:" in words
@@ -215,6 +218,7 @@ class TestCertified:
 
 class TestEvaluated:
     @pytest.mark.parametrize("strategy", ["auto", "geometric", "optimized", "label_free"])
+    @pytest.mark.slow_after_first
     def test_by_every_strategy(self, run: Path, trace: ew.Trace, exitwise: Command, strategy: str) -> None:
         found = exitwise("evaluate", run, "--budget", "60%", "--strategy", strategy, "--json").json
         cal = calibrated(trace)[0]
@@ -234,6 +238,7 @@ class TestEvaluated:
         ],
     )
     @pytest.mark.slow_after_first
+    @pytest.mark.slow
     def test_by_other_scores_and_methods(
         self, run: Path, trace: ew.Trace, exitwise: Command, score: str, method: str
     ) -> None:
@@ -317,6 +322,7 @@ class TestDeployed:
 
     @pytest.mark.parametrize("strategy", ["geometric", "label_free"])
     @pytest.mark.slow_after_first
+    @pytest.mark.slow
     def test_predict_goes_by_the_strategy(
         self, run: Path, trace: ew.Trace, noise: Path, exitwise: Command, strategy: str
     ) -> None:
@@ -378,6 +384,7 @@ class TestDeployed:
         assert (refused.status, refused.err.count("\n")) == (2, 1)
         assert "thresholds of its own" in refused.err
 
+    @pytest.mark.slow
     def test_keeping_the_budget(self, run: Path, trace: ew.Trace, noise: Path, exitwise: Command) -> None:
         """Pictures of nothing cost more than was asked for; with the controller they do not."""
         options = ["--budget", "60%", "--strategy", "geometric", "--batch-size", 16]
@@ -403,6 +410,7 @@ class TestDeployed:
 class TestNotes:
     """What the numbers alone do not show is said in one line, and stands in the JSON."""
 
+    @pytest.mark.slow
     def test_calibrate_names_values_at_the_edge_of_their_grid(self, run: Path, exitwise: Command) -> None:
         done = exitwise("calibrate", run, "--json")
         at_edge = {0.5, 4.0} & set(done.json["prior_vars"]) or {0.3, 3.0} & set(done.json["temperatures"])
@@ -480,6 +488,7 @@ class TestMaxLoss:
         assert found == sorted(found, reverse=True)
         assert found[-1] < found[0]
 
+    @pytest.mark.slow
     def test_certified_against_the_plain_net(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         found = exitwise("evaluate", run, "--max-loss", "20", "--certify", "0.1", "--json")
         assert found.status == 0, found.err

@@ -185,6 +185,7 @@ class TestPictures:
         done = exitwise("predict", run, tmp_path / "cut.png", "--budget", "50%", "--json")
         assert "cannot be read" in json.loads(done.out)["error"]
 
+    @pytest.mark.slow
     def test_a_net_that_overflows_says_so_in_the_row(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command
     ) -> None:
@@ -234,6 +235,7 @@ class TestStatus:
             assert done.err == f"exitwise: {name} does not exist\n"
             assert not out.exists()
 
+    @pytest.mark.slow
     def test_nothing_succeeded(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
         bad, out = tmp_path / "bad.png", tmp_path / "p.csv"
         bad.write_text("text")
@@ -260,6 +262,7 @@ class TestShown:
         done = exitwise("predict", run, name, "--budget", "50%")
         assert done.err == f"exitwise: {tmp_path}/\\x1b[31mred\\x9b2J\\u202egnp.txt does not exist\n"
 
+    @pytest.mark.slow
     def test_rows_in_a_terminal_are_escaped_and_in_a_pipe_as_they_are(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -272,6 +275,7 @@ class TestShown:
         assert "\x1b" not in shown
         assert len(shown.splitlines()) == 2
 
+    @pytest.mark.slow
     def test_cells_that_a_spreadsheet_would_compute(
         self, run: Path, folder: Path, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

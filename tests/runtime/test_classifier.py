@@ -458,6 +458,7 @@ class Explosive(nn.Module):
 
 
 class TestOptimized:
+    @pytest.mark.slow
     def test_the_zoos_net_gives_the_same_answers_but_for_ties(self) -> None:
         net, calibration = zoo()
         images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(5))

@@ -193,7 +193,7 @@ class TestAsTorch:
         answers = list(Session(path, threads=1).stream(pixels))
         assert [answer.exit for answer in answers] == clf(pixels).exits.tolist()
 
-    @pytest.mark.parametrize("kind", ["by variance", "MSDNet"])
+    @pytest.mark.parametrize("kind", ["by variance", pytest.param("MSDNet", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("size", [(6, 6), (8, 8), (13, 9)])
     def test_rgb_bytes_of_any_size(self, bundle: Bundle, kind: str, size: tuple[int, int]) -> None:
         """Images as people have them, against those that are scaled, cropped and turned by hand."""

@@ -370,6 +370,7 @@ def shared() -> ew.Classifier:
 class TestErrors:
     @pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"batch_size": 3, "pooled": False}, {"window": 2}])
     @pytest.mark.parametrize(("bad", "words"), NO_IMAGES + OTHER_IMAGES)
+    @pytest.mark.slow_after_first
     def test_one_bad_image_is_an_answer_and_harms_no_other(self, bad: Any, words: str, options: dict[str, Any]) -> None:
         for where in (5, 10):
             assert words in good_and_bad(shared(), bad, where, **options)
@@ -505,6 +506,7 @@ class TestController:
     @pytest.mark.parametrize("score", ["confidence", "entropy", "patience"])
     @pytest.mark.parametrize("batch_size", [1, 7, 64, 200])
     @pytest.mark.slow_after_first
+    @pytest.mark.slow
     def test_answers_are_those_of_the_loop_by_hand(self, batch_size: int, score: str) -> None:
         clf, controller = steered(score)
         other, mine = steered(score)

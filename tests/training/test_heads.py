@@ -347,6 +347,7 @@ def test_distillation_is_the_formula() -> None:
     assert float(head_loss(logits, labels, None, HeadRecipe())) == pytest.approx(own)
 
 
+@pytest.mark.slow
 def test_distilled_heads_agree_more_with_the_last_exit_and_need_no_labels(net: ew.MultiExitNet) -> None:
     splits, first = digits(), snapshot(net)
     images, _, _ = next(iter(data.Batches(splits.test, 500)))
@@ -521,6 +522,7 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("kind", ["dataset", "loader", "shuffled", "list", "named inputs"])
+@pytest.mark.slow_after_first
 def test_datasets_and_loaders_of_any_kind_are_accepted(kind: str, cache: bool) -> None:
     net = small_net()
     train: Any
@@ -672,6 +674,7 @@ def test_a_parametrized_layer_is_trained_without_standardization() -> None:
     assert right > 0.8
 
 
+@pytest.mark.slow
 def test_a_head_that_overfits_is_kept_from_before_its_loss_rises() -> None:
     train, val = vectors(24), vectors(400, 1)
     torch.manual_seed(1)
@@ -823,6 +826,7 @@ def test_the_whole_way_from_a_checkpoint_to_predictions(checkpoint: Path, tmp_pa
     assert changed(after, again) == set()
 
 
+@pytest.mark.slow
 def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heads_net.py").write_text(OWN)

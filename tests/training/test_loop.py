@@ -496,6 +496,7 @@ def test_options_of_a_new_run_are_refused_with_resume(run: Path, exitwise: Comma
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_the_options_that_a_run_was_made_with_may_be_repeated(tmp_path: Path, exitwise: Command) -> None:
     options = ["--data", "digits", "--recipe", "digits", "--lr", "0.05", "--epochs", "1"]
     assert exitwise("train", *options, "--out", tmp_path / "run").status == 0
@@ -534,6 +535,7 @@ def test_resuming_without_the_best_weights_is_refused(run: Path, exitwise: Comma
 
 @pytest.mark.parametrize("change", ["class", "image"])
 @pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_images_that_changed_since_the_start_are_noticed(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -671,6 +673,7 @@ def test_an_existing_run_is_kept(run: Path, exitwise: Command) -> None:
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_an_unreadable_image_stops_a_training_with_its_path_or_is_skipped(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -726,6 +729,7 @@ def small():
 """
 
 
+@pytest.mark.slow
 def test_a_net_of_ones_own_is_trained_resumed_and_collected_by_name(
     tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ class RowTable(Result, Generic[Row]):
         return None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-serializable dict, with the rows as their own `to_dict` returns them."""
         return {**super().to_dict(), "rows": [row.to_dict() for row in self.rows]}
 
     def _records(self) -> list[dict[str, Any]]:
