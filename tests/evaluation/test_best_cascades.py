@@ -32,6 +32,7 @@ def table() -> ew.CascadeTable:
     return ew.best_cascades(TRACES, [2.0, 4.0, 9.0], milliseconds={"weak": 2.0, "strong": 3.0, "useless": 9.0})
 
 
+@pytest.mark.slow
 def test_all_chains_in_all_orders_are_compared(table: ew.CascadeTable) -> None:
     chains = {chain for length in (2, 3) for chain in permutations(TRACES, length)}
     assert {row.networks for row in table.rows if row.budget == 9.0} == chains
@@ -131,6 +132,8 @@ def test_bad_arguments_are_refused() -> None:
     for traces, budgets, options, message in (
         ({}, [1.0], {}, "`traces` must map names of networks"),
         (TRACES, [], {}, "`budgets` must hold at least one budget"),
+        (TRACES, 2e7, {}, "`budgets` must be several numbers"),
+        (TRACES, [1.0], {"milliseconds": [1, 2]}, "`milliseconds` must map names of networks to times"),
         (TRACES, [-1.0], {}, "`budgets` must be a number"),
         (TRACES, [1.0], {"max_length": 0}, "`max_length` must be a whole number"),
         (TRACES, [1.0], {"milliseconds": {"weak": 1.0}}, "`milliseconds` must have 1 times for 'strong'"),

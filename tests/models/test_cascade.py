@@ -15,6 +15,7 @@ from torch.nn.functional import avg_pool2d, interpolate, pad, relu
 
 import exitwise as ew
 from exitwise.models.cascade import MemberInput, resize_weights
+from exitwise.models.weights import load_module_weights
 from exitwise.runtime.onnx import Session
 
 pytestmark = pytest.mark.numerical
@@ -276,6 +277,24 @@ def test_all_exits_of_a_multi_exit_member_are_mapped() -> None:
             "`members[1]`: the module must end in the nn.Linear that gives its logits",
         ),
         (lambda: ew.cascade([small(), large().double()]), "all members must have one dtype"),
+        (lambda: ew.cascade([small(), large()], classes=[0, 1]), "`classes` must be names of classes"),
+        (lambda: ew.cascade([small(), large()], classes=[[0, 1, 2, 3]] * 2), "`classes` must be names of classes"),
+        (
+            lambda: ew.cascade([(small(), preprocessing(12)), (large(), preprocessing())], example_inputs=(IMAGES,)),
+            "`example_inputs` must be a tensor of images if a member has a Preprocessing",
+        ),
+        (
+            lambda: ew.cascade(
+                [(small(), preprocessing(12)), (large(), preprocessing())], example_inputs=torch.rand(2, 3, 20, 20)
+            ),
+            "`example_inputs` must be images of the cascade's shape (3, 16, 16)",
+        ),
+        (
+            lambda: ew.cascade(
+                [ew.cascade([small()], classes=list("abcd")), ew.cascade([large()], classes=list("bacd"))]
+            ),
+            "name their classes in different orders",
+        ),
     ],
 )
 def test_bad_members_are_refused_in_one_line(make: Any, message: str) -> None:
@@ -283,6 +302,52 @@ def test_bad_members_are_refused_in_one_line(make: Any, message: str) -> None:
         make()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_members_in_float64_take_preprocessed_images() -> None:
+    net = ew.cascade([(small().double(), preprocessing(12)), (large().double(), preprocessing())])
+    assert [logits.dtype for logits in net(IMAGES[:2, :, :16, :16].double())] == [torch.float64] * 2
+
+
+def test_names_of_classes_are_those_of_members_and_survive_a_file(tmp_path: Path) -> None:
+    names = tuple("abcdefghij")
+    first, second = (ew.models.msdnet("tiny-8").eval() for _ in range(2))
+    net = ew.cascade([ew.cascade([first], classes=names), second])
+    assert net.classes == names
+    ew.save_checkpoint(net, tmp_path / "net.safetensors")
+    loaded = ew.load_net(tmp_path / "net.safetensors")
+    assert isinstance(loaded, ew.Cascade)
+    assert loaded.classes == names
+    calibration = ew.calibrate(ew.collect(net, val=[(torch.randn(10, 1, 8, 8), torch.arange(10))]), "T_opt")
+    policy = ew.Policy((*(float("inf"),) * (len(net.exits) - 1), float("-inf")))
+    assert ew.Classifier(net, calibration, policy).classes == names
+
+
+def test_weights_of_a_module_are_checked_before_anything_changes(tmp_path: Path) -> None:
+    module = small()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    quantized = {key: (10 * value).to(torch.int8) for key, value in before.items()}
+    torch.save(quantized, tmp_path / "int8.pth")
+    with pytest.raises(ew.InputError, match="must be a dense float32 tensor"):
+        load_module_weights(module, tmp_path / "int8.pth")
+    torch.save({**before, "linear.bias": torch.full((4,), torch.nan)}, tmp_path / "nan.pth")
+    with pytest.raises(ew.InputError, match="not finite"):
+        load_module_weights(module, tmp_path / "nan.pth")
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def test_a_prefix_is_dropped_only_if_the_module_has_none(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = small()
+
+    wrapper = Wrapper()
+    torch.save(wrapper.state_dict(), tmp_path / "wrapped.pth")
+    load_module_weights(Wrapper(), tmp_path / "wrapped.pth")
+    plain = large()
+    torch.save({f"module.{key}": value for key, value in plain.state_dict().items()}, tmp_path / "parallel.pth")
+    load_module_weights(large(), tmp_path / "parallel.pth")
 
 
 def test_a_first_member_that_costs_more_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,6 +432,7 @@ CASCADES["two resolutions"] = two_resolutions
 
 
 @pytest.mark.parametrize("name", CASCADES)
+@pytest.mark.slow_after_first
 def test_torch_and_onnx_answer_as_the_simulation(name: str, tmp_path: Path) -> None:
     net = CASCADES[name]()
     classifier = classifier_of(net)
@@ -385,6 +451,7 @@ def test_torch_and_onnx_answer_as_the_simulation(name: str, tmp_path: Path) -> N
         assert np.allclose(np.asarray(prediction.probs), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bytes_of_any_size_are_preprocessed(tmp_path: Path) -> None:
     classifier = classifier_of(CASCADES["preprocessing"]())
     classifier.export(tmp_path / "bundle")
@@ -429,3 +496,16 @@ def test_a_cascade_of_presets_is_rebuilt_from_its_file(tmp_path: Path) -> None:
 def test_a_damaged_spec_is_refused(spec: Any) -> None:
     with pytest.raises(ew.InputError, match="a model spec's `cascade` must hold"):
         ew.models.rebuild(spec)
+
+
+def test_a_spec_with_another_member_or_too_many_levels_is_refused() -> None:
+    spec = ew.cascade([ew.models.msdnet("tiny-8").eval()]).spec
+    assert spec is not None
+    spec["cascade"]["chain"][0]["member"] = -1
+    with pytest.raises(ew.InputError, match="`member` must be a whole number"):
+        ew.models.rebuild(spec)
+    nested: Any = {"preset": "tiny-8"}
+    for _ in range(5000):
+        nested = {"cascade": {"members": [nested], "chain": [{"member": 0, "preprocessing": None}], "input": None}}
+    with pytest.raises(ew.InputError):
+        ew.models.rebuild(nested)

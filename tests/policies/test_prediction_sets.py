@@ -183,7 +183,7 @@ def test_damaged_sets_are_refused(change: dict[str, Any]) -> None:
 def test_sets_of_another_policy_are_refused() -> None:
     probs, labels = probs_and_labels(9, 300)
     sets = ew.fit_sets(probs, labels, policy=POLICY)
-    with pytest.raises(ew.InputError, match="fitted with the thresholds of this policy"):
+    with pytest.raises(ew.InputError, match="fitted for the thresholds and score of this policy"):
         sets.simulate(probs, ew.Policy((0.7, 0.5, -inf)))
 
 
@@ -246,3 +246,26 @@ def test_coverage_on_random_splits_has_its_exact_distribution(score: str) -> Non
         assert scipy.stats.binom.sf(outside[per] - 1, trials[per], 0.01) > 1e-3
         # Exits of one split are nearly independent; their probability transforms are uniform.
         assert scipy.stats.kstest(uniform[per], "uniform").pvalue > 1e-3
+
+
+def test_sets_belong_to_thresholds_and_score() -> None:
+    probs, labels = probs_and_labels(5, 400)
+    sets = ew.fit_sets(probs, labels, policy=POLICY)
+    other = ew.Policy(POLICY.thresholds, score="margin")
+    with pytest.raises(ew.InputError, match="must be fitted for the thresholds and score of this policy"):
+        sets.simulate(probs, other)
+
+
+@pytest.mark.parametrize("options", [{"penalty": "x"}, {"penalty": -1}, {"penalty_rank": 1.5}])
+def test_a_bad_penalty_is_refused(options: dict[str, Any]) -> None:
+    probs, labels = probs_and_labels(5, 400)
+    with pytest.raises(ew.InputError, match="penalty"):
+        ew.fit_sets(probs, labels, policy=POLICY, score="raps", **options)
+
+
+@pytest.mark.parametrize("exit", [-1, 3])
+def test_exits_that_are_not_there_are_refused(exit: int) -> None:
+    probs, labels = probs_and_labels(5, 400)
+    sets = ew.fit_sets(probs, labels, policy=POLICY, per="exit", coverage=0.5)
+    with pytest.raises(ew.InputError, match="`exits` must be from 0 to 2"):
+        sets.masks(probs[0, :1], [exit])

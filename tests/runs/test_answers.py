@@ -139,6 +139,7 @@ def test_the_trade_off_is_that_of_the_library(exitwise: Command, run: Path) -> N
         assert (row["coverage"], row["mean_size"]) == (found.coverage, found.mean_size)
 
 
+@pytest.mark.slow
 def test_the_report_has_what_evaluate_measured(exitwise: Command, run: Path) -> None:
     result = evaluated(exitwise, run, "--sets", "0.9", "--sets-per", "exit", "--abstain", "10%", method="T_opt")
     data = build_report(Run(run), ReportOptions()).data["answers"]
@@ -150,6 +151,15 @@ def test_the_report_has_what_evaluate_measured(exitwise: Command, run: Path) -> 
     assert 1 < len(data["sets"]["examples"]) <= 12
     for example in data["sets"]["examples"]:
         assert len(example["set"]) == len(set(example["set"])) >= 1
+
+
+@pytest.mark.slow
+def test_the_report_uses_the_samples_of_a_certificate_as_evaluate_did(exitwise: Command, run: Path) -> None:
+    options = ("--sets", "0.9", "--abstain", "10%", "--certify", "0.1")
+    result = evaluated(exitwise, run, *options, method="T_opt")
+    data = build_report(Run(run), ReportOptions()).data["answers"]
+    shown = {row["budget"]: row for row in data["trade_off"]}
+    assert shown[result["budget"]] in result["trade_off"]
 
 
 def test_a_report_without_them_has_the_curve_alone(run: Path) -> None:
@@ -167,6 +177,11 @@ def test_a_report_without_them_has_the_curve_alone(run: Path) -> None:
         (("--abstain", "x"), "must be a share such as 5%"),
         (("--abstain", "5%", "--risk", "0.1"), "give one"),
         (("--risk", "2"), "--risk"),
+        (("--risk", "200%"), "must be a share such as 5%"),
+        (("--sets-per", "exit"), "--sets-per needs --sets"),
+        (("--sets-score", "aps"), "--sets-score needs --sets"),
+        (("--abstain-at", "last"), "--abstain-at needs --abstain or --risk"),
+        (("--delta", "0.1"), "--delta needs a --risk that is a number"),
     ],
 )
 def test_bad_input_is_one_line(exitwise: Command, run: Path, options: tuple[str, ...], message: str) -> None:
@@ -205,4 +220,4 @@ def test_options_come_back_from_what_was_fitted() -> None:
     assert not AnswerOptions.of(None, None).requested
     abstention = ew.Abstention(0.5, "last", 3, 0.9, 10, risk=0.1, delta=0.2)
     assert AnswerOptions.of(None, abstention) == AnswerOptions(risk=0.1, delta=0.2, at="last")
-    assert parse_share("5%") == parse_share("0.05") == 0.05
+    assert parse_share("--abstain", "5%") == parse_share("--risk", "0.05") == 0.05

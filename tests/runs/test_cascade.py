@@ -11,8 +11,9 @@ from command import Command
 from PIL import Image
 
 import exitwise as ew
+from exitwise.core.files import write_json
 from exitwise.runs.data import load_splits
-from exitwise.runs.run import Run
+from exitwise.runs.run import Run, run_metadata
 
 MINE = """
 import exitwise as ew
@@ -137,6 +138,7 @@ def test_members_may_have_sizes_normalization_and_exits_of_their_own(place: Path
     assert torch.equal(trace.heads[3].weight, trace.heads[4].weight)  # one network at two resolutions
 
 
+@pytest.mark.slow
 def test_presets_and_files_need_no_function(tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -218,6 +220,29 @@ def test_another_number_of_networks_is_refused_later(place: Path, exitwise: Comm
     outcome = exitwise("collect", "run", "--net", "mine:small")
     assert "the run is a cascade of 2 networks: give --net for each, but got 1" in outcome.err
     assert exitwise("train", "--data", "digits", *NETS, "--out", "x").err.count("several make a cascade") == 1
+
+
+def test_networks_that_take_other_images_are_refused_later(place: Path, exitwise: Command) -> None:
+    nets = ("--net", "mine:large@6", "--net", "mine:large")
+    assert exitwise("cascade", *nets, "--data", "folder:photos", "--out", "run").status == 0
+    outcome = exitwise("collect", "run", "--net", "mine:large", "--net", "mine:large")
+    assert outcome.status == 2
+    assert "takes other images than network 1 of the run, mine:large@6" in outcome.err
+    assert exitwise("collect", "run", *nets).status == 0
+
+
+def test_a_run_as_a_network_keeps_its_normalization(place: Path, exitwise: Command) -> None:
+    net = ew.models.build("cifar100-resnet8", num_classes=3).eval()
+    made = place / "cifar"
+    made.mkdir()
+    ew.save_checkpoint(net, made / "net.safetensors")
+    write_json(made / "run.json", run_metadata(net.spec, {"name": "cifar100", "root": None, "image_size": 32}))
+    options = ("--net", "mine:small", "--net", "cifar", "--data", "folder:photos", "--out", "run")
+    assert exitwise("cascade", *options).status == 0
+    networks = Run(place / "run").metadata["cascade"]["networks"]
+    expected = ew.data.get_dataset("cifar100").preprocessing(32)
+    assert networks[1]["preprocessing"]["mean"] == list(expected.mean)
+    assert networks[0]["preprocessing"] is None
 
 
 @pytest.mark.slow

@@ -142,7 +142,8 @@ class AbstentionEvaluation(Result):
     Example:
         >>> import exitwise as ew
         >>> curve = ew.RiskCurve(answered=(0.5, 1.0), error=(0.0, 0.5), aurc=0.25)
-        >>> result = ew.AbstentionEvaluation(4, 0.5, error=0.0, error_all=0.5, cost=None, answered_by_exit=(), curve=curve)
+        >>> rates = {"answered": 0.5, "error": 0.0, "error_all": 0.5}
+        >>> result = ew.AbstentionEvaluation(4, **rates, cost=None, answered_by_exit=(0.5,), curve=curve)
         >>> result.to_dict()["curve"]["aurc"]
         0.25
     """

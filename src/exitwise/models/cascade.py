@@ -372,7 +372,7 @@ def _map_classes(
         raise InputError(
             f"`classes` must have a list of names for each of {len(parts)} members, but has {len(classes)}"
         )
-    lists = [tuple(names) if isinstance(names, Sequence) else () for names in classes]
+    lists = [tuple(names) if isinstance(names, Sequence) else (names,) for names in classes]
     if any(not isinstance(name, str) for names in lists for name in names):
         raise InputError(f"`classes` must be names of classes, but got {shorten(classes)}")
     names = lists[0] if order is None else tuple(order)
