@@ -67,6 +67,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/heads.py
 	$(BIN)/python benchmarks/attach.py
 	$(BIN)/python benchmarks/classes.py
+	$(BIN)/python benchmarks/answers.py
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready

@@ -121,3 +121,16 @@ def header_without_digest(path: Path) -> dict[str, str]:
     """Header of a file, to write it again with other contents: without the digest of the former ones."""
     with safe_open(path, framework="pt") as file:
         return {key: value for key, value in file.metadata().items() if key != DIGEST_KEY}
+
+
+THREE_EXITS = ew.Policy((0.6, 0.5, float("-inf")))  # for predictions such as the following ones
+
+
+def probs_and_labels(seed: int, samples: int, exits: int = 3, classes: int = 6) -> tuple[Any, Any]:
+    """Probabilities (K, n, c) and labels (n,) that are drawn from those of the last exit."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(1, samples, classes)) * 2 + rng.normal(size=(exits, samples, classes)) * 0.7
+    probs = np.exp(logits)
+    probs = (probs / probs.sum(axis=2, keepdims=True)).astype(np.float32)
+    labels = np.array([rng.choice(classes, p=row.astype(float) / row.astype(float).sum()) for row in probs[-1]])
+    return probs, labels

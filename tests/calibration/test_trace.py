@@ -252,14 +252,14 @@ def test_bad_batches_are_named(batch: Any, message: str) -> None:
 
 
 def test_a_net_that_cannot_be_counted_is_refused_before_any_pass() -> None:
-    class Mean(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - x.mean()
+    class Broken(torch.nn.Identity):
+        def macs(self, inputs: tuple[Tensor, ...], output: Tensor) -> int:
+            raise ew.InputError("no cost is known")
 
     net, calls = small_net(), []
-    net.stages[2] = Mean()
+    net.stages[2] = Broken()
     net.stages[0].register_forward_hook(lambda module, args, output: calls.append(output.device.type))
-    with pytest.raises(ew.InputError, match="no counting rule for it; give `costs`"):
+    with pytest.raises(ew.InputError, match="no cost is known; give `costs`"):
         ew.collect(net, **loaders())
     assert "cpu" not in calls
     assert ew.collect(net, **loaders(), costs=[1, 2, 3]).costs.values == (1, 2, 3)

@@ -69,3 +69,15 @@ def test_the_classes_benchmark_measures_everything(tmp_path: Path) -> None:
         } <= (set(run["steps"]))
         assert run["dense posteriors / ours, CPU time"]["median"] >= 0  # the clock of a process may be too coarse
         assert run["megabytes of its file"] > 0
+
+
+def test_the_cascades_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("cascades.py", tmp_path)
+    assert [row["batch"] for row in found["measured"]] == [1, 64]
+    assert all(row["median speed-up"] > 0 for row in found["measured"])
+
+
+def test_the_answers_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("answers.py", tmp_path)["measured"]
+    assert len(found.pop("fit / forward pass")) == 6
+    assert len(found) == 8

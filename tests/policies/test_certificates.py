@@ -60,6 +60,18 @@ class TestBounds:
                 expected = min(1.0, np.exp(-samples * entropy), bentkus)
             assert MeanUpperBound().p_value(VALUES, counts, share) == pytest.approx(expected, rel=1e-9)
 
+    @pytest.mark.parametrize("share", [0.01, 0.3, 0.97])
+    @pytest.mark.parametrize("samples", [1, 20, 500])
+    def test_of_binary_values_it_is_the_binomial_distribution(self, samples: int, share: float) -> None:
+        """As SciPy has it; its limit is that of Clopper and Pearson."""
+        values, bound = np.array([0.0, 1.0]), MeanUpperBound(binary=True)
+        for wrong in sorted({0, 1, samples // 3, samples - 1}):
+            counts = np.array([samples - wrong, wrong])
+            expected = scipy.stats.binom.cdf(wrong, samples, share)
+            assert bound.p_value(values, counts, share) == pytest.approx(expected, rel=1e-9)
+            limit = scipy.stats.binomtest(wrong, samples).proportion_ci(0.9, "exact").high
+            assert bound.upper_limit(values, counts, 0.05) == pytest.approx(limit, abs=1e-9)
+
     def test_betting_is_a_product_over_samples(self) -> None:
         rng = np.random.default_rng(0)
         drawn = rng.choice(VALUES, size=200, p=(0.4, 0.3, 0.2, 0.1))

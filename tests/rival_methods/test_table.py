@@ -169,6 +169,19 @@ class TestRows:
         assert found[name].nlpd < found[name].nlpd + 1
 
 
+class TestWithoutTrainingImages:
+    def test_methods_with_laplace_are_left_out_with_a_reason(self) -> None:
+        trace = replace(random_trace(120), curvature=())
+        found = ew.rivals(trace, only=[OURS, "Pool", "temperature"], repeats=10)
+        assert found.reference == VANILLA
+        assert [row.name for row in found] == [VANILLA, "Pool", "temperature"]
+        assert found.not_run == {OURS: "needs the curvature of training images, which the trace does not have"}
+
+    def test_a_reference_with_laplace_is_refused(self) -> None:
+        with pytest.raises(ew.InputError, match="cannot be run: needs the curvature"):
+            ew.rivals(replace(random_trace(120), curvature=()), only=["temperature"], reference=OURS)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         "kind",

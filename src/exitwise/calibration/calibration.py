@@ -403,6 +403,11 @@ def standard_normals(num_draws: int, classes: int, seed: int | torch.Generator) 
 
 def eigendecompositions(trace: Trace, mode: Mode) -> list[CurvatureEigen]:
     """Compute the eigendecomposition of every exit's curvature; an error names the exit."""
+    if not trace.curvature:
+        raise InputError(
+            "methods with Laplace need the curvature of training images, which the trace was collected without: "
+            "collect it with `train`, or choose a method without Laplace, such as 'auto', 'Pool' or 'T_opt'"
+        )
     results = []
     for k, (head, curvature) in enumerate(zip(trace.heads, trace.curvature, strict=True)):
         try:

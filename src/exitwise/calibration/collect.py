@@ -1,4 +1,4 @@
-"""One pass of the net over each split: keep the features of val and test, and only curvature sums of train."""
+"""One pass of the net over each split: keep the features of val and test, and only curvature sums of train, if any."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +15,7 @@ from exitwise.core.checks import check_choice
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, net_input_errors
 from exitwise.core.nested import describe, first_sample
+from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet, preserve_training_mode
@@ -27,8 +28,8 @@ _ACCUMULATORS: Mapping[str, Callable[[int, int, bool], CurvatureAccumulator]] = 
 
 def collect(
     net: MultiExitNet,
-    train: Iterable[Batch],
-    val: Iterable[Batch],
+    train: Iterable[Batch] | None = None,
+    val: Iterable[Batch] | None = None,
     test: Iterable[Batch] | None = None,
     *,
     costs: Costs | Sequence[float] | None = None,
@@ -48,11 +49,12 @@ def collect(
 
     Args:
         net: The net; it runs in evaluation mode.
-        train: Batches of the training split, without augmentation, for the curvature.
-        val: Batches of the validation split.
+        train: Batches of the training split, without augmentation, for the curvature. None if there are no training
+            images: then only methods without Laplace can calibrate the trace.
+        val: Batches of the validation split; always needed.
         test: Batches of the test split, or None.
         costs: Cumulative cost (K,) of each exit [default: MACs, counted for inputs of the shape of `val`].
-        classes: Names (c,) of the classes.
+        classes: Names (c,) of the classes [default: those of a cascade, if it has them].
         budget_range: Lowest and highest budget of the paper's tables [default: the paper's for the net's preset].
         curvature: "sum" over all training samples, or "average" for the exponential average of the paper's released
             code, for comparison.
@@ -74,6 +76,10 @@ def collect(
         Trace(tiny-8, 3 exits, 10 classes, 8 val samples)
     """
     check_choice("curvature", curvature, _ACCUMULATORS)
+    if val is None:
+        raise InputError("`val` must give batches of the validation split, which calibration is tuned on, but is None")
+    if classes is None and isinstance(net, Cascade):
+        classes = net.classes
     if classes is not None and len(classes) != net.num_classes:
         raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
     if curvature == "average" and distributed.world_size() > 1:
@@ -94,7 +100,7 @@ def collect(
     with _inference_mode(net):
         val_split = _collect_split(net, val, "val", progress, count_costs)
         test_split = None if test is None else _collect_split(net, test, "test", progress, count_costs)
-        curvatures = _collect_curvature(net, train, _ACCUMULATORS[curvature], progress)
+        curvatures = () if train is None else _collect_curvature(net, train, _ACCUMULATORS[curvature], progress)
     return Trace(
         val=val_split,
         test=test_split,

@@ -80,7 +80,7 @@ class Trace:
         test: The test split, or None.
         heads: Last layers (K,): weight (c, p_k), bias (c,) or None.
         curvature: Sums (K,) over the `n` training samples: `A` (p_k + 1, p_k + 1), or (p_k, p_k) without a bias, and
-            `B` (c, c).
+            `B` (c, c). Empty if no training samples were collected.
         costs: Cumulative costs (K,) of the exits.
         classes: Names (c,) of the classes, if they are known.
         model: Description from which the net can be built again, such as its preset, if it has one.
@@ -124,9 +124,14 @@ class Trace:
         name = (self.model or {}).get("preset")
         return None if name is None else str(name)
 
+    @property
+    def num_train(self) -> int:
+        """Number of training samples of the curvature; 0 without them."""
+        return self.curvature[0].n if self.curvature else 0
+
     def __repr__(self) -> str:
         test = f", {len(self.test)} test" if self.test else ""
-        name = self.preset or "own net"
+        name = self.preset or ("cascade" if "cascade" in (self.model or {}) else "own net")
         return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
 
     def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:
@@ -155,7 +160,8 @@ class Trace:
         if dtype not in (torch.float32, torch.float16):
             raise InputError(f"`dtype` must be torch.float32 or torch.float16, but got {dtype}")
         tensors = {"costs": torch.tensor(self.costs.values, dtype=torch.float64)}
-        tensors["curvature.n"] = torch.tensor([self.curvature[0].n])
+        if self.curvature:
+            tensors["curvature.n"] = torch.tensor([self.num_train])
         for name, split in (("val", self.val), ("test", self.test)):
             if split is None:
                 continue
@@ -163,12 +169,10 @@ class Trace:
             tensors[f"{name}.labels"] = split.labels
             if split.index is not None:
                 tensors[f"{name}.index"] = split.index
-        for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=True)):
-            tensors |= {
-                f"head.{k}.weight": head.weight,
-                f"curvature.{k}.A": curvature.A,
-                f"curvature.{k}.B": curvature.B,
-            }
+        for k, curvature in enumerate(self.curvature):
+            tensors |= {f"curvature.{k}.A": curvature.A, f"curvature.{k}.B": curvature.B}
+        for k, head in enumerate(self.heads):
+            tensors[f"head.{k}.weight"] = head.weight
             if head.bias is not None:
                 tensors[f"head.{k}.bias"] = head.bias
         overflow = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
@@ -187,21 +191,15 @@ class Trace:
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
         _check_tensor("costs", tensors["costs"], (torch.float64,), 1)
-        _check_tensor("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
         for name in [key for key in tensors if key.endswith((".labels", ".index"))]:
             _check_tensor(name, tensors[name], (torch.int64,), 1)
         for name in [key for key in tensors if key.startswith("head.")]:
             dims = 2 if name.endswith("weight") else 1
             _check_tensor(name, tensors[name], (torch.float32, torch.float16, torch.float64), dims)
-        if len(tensors["curvature.n"]) != 1:
-            raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
-        exits, n = len(tensors["costs"]), int(tensors["curvature.n"][0])
+        exits = len(tensors["costs"])
         extra = next((key for key in tensors if (m := search(r"\.(\d{1,9})(\.|$)", key)) and int(m[1]) >= exits), None)
         if extra:
             raise InputError(f"it has {extra!r}, but costs of only {exits} exits")
-        for k in range(exits):
-            for factor in "AB":
-                _check_tensor(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)
 
         def read_split(name: str) -> Split:
             features = tuple(tensors[f"{name}.features.{k}"] for k in range(exits))
@@ -211,9 +209,7 @@ class Trace:
             val=read_split("val"),
             test=read_split("test") if "test.labels" in tensors else None,
             heads=tuple(HeadWeights(tensors[f"head.{k}.weight"], tensors.get(f"head.{k}.bias")) for k in range(exits)),
-            curvature=tuple(
-                Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits)
-            ),
+            curvature=_read_curvature(tensors, exits),
             costs=Costs(tuple(tensors["costs"].tolist()), metadata.get("unit", "MACs")),
             classes=_read_classes(metadata.get("classes")),
             model=_read_model(metadata.get("model")),
@@ -223,13 +219,13 @@ class Trace:
     def _problems(self) -> Iterator[str]:
         """Yield a message for every problem; none for a valid trace."""
         exits = len(self.heads)
-        if not len(self.curvature) == len(self.costs) == exits:
+        if len(self.costs) != exits or len(self.curvature) not in (0, exits):
             counts = f"{exits} heads, {len(self.curvature)} curvatures and {len(self.costs)} costs"
             yield f"every exit must have a head, a curvature and a cost, but there are {counts}"
         c = len(self.heads[0].weight)
-        for k, (head, curvature) in enumerate(zip(self.heads, self.curvature, strict=False)):
-            yield from self._exit_problems(k, head, curvature, c)
-        if len({curvature.n for curvature in self.curvature}) != 1 or self.curvature[0].n < 1:
+        for k, head in enumerate(self.heads):
+            yield from self._exit_problems(k, head, self.curvature[k] if k < len(self.curvature) else None, c)
+        if self.curvature and (len({curvature.n for curvature in self.curvature}) != 1 or self.num_train < 1):
             yield f"curvature.n must be one positive number for all exits, but is {[x.n for x in self.curvature]}"
         if self.classes is not None and len(self.classes) != c:
             yield f"classes must name {c} classes, but names {len(self.classes)}"
@@ -237,13 +233,14 @@ class Trace:
             if split is not None:
                 yield from self._split_problems(name, split, c)
 
-    def _exit_problems(self, k: int, head: HeadWeights, curvature: Curvature, c: int) -> Iterator[str]:
+    def _exit_problems(self, k: int, head: HeadWeights, curvature: Curvature | None, c: int) -> Iterator[str]:
         shape = tuple(head.weight.shape)
         if len(shape) != 2 or shape[0] != c or c < 2:
             yield f"head.{k}.weight must be (classes, features) with {c} >= 2 classes at every exit, but is {shape}"
         q = shape[1] + (head.bias is not None)
-        expected = {f"head.{k}.weight": (head.weight, shape), f"curvature.{k}.A": (curvature.A, (q, q))}
-        expected[f"curvature.{k}.B"] = (curvature.B, (c, c))
+        expected = {f"head.{k}.weight": (head.weight, shape)}
+        if curvature is not None:
+            expected |= {f"curvature.{k}.A": (curvature.A, (q, q)), f"curvature.{k}.B": (curvature.B, (c, c))}
         if head.bias is not None:
             expected[f"head.{k}.bias"] = (head.bias, (c,))
         for name, (tensor, size) in expected.items():
@@ -253,7 +250,7 @@ class Trace:
                 yield f"{name} must hold floating-point numbers, but holds {tensor.dtype}"
             if not tensorfiles.all_finite(tensor):
                 yield f"{name} holds values that are not finite"
-        for name, factor in (("A", curvature.A), ("B", curvature.B)):
+        for name, factor in () if curvature is None else (("A", curvature.A), ("B", curvature.B)):
             if not is_symmetric(factor):
                 yield f"curvature.{k}.{name} must be symmetric, but is not"
 
@@ -284,6 +281,20 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], di
     if tensor.dtype not in dtypes or tensor.dim() != dims or tensor.numel() == 0:
         actual = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise InputError(f"{name} must be {dims}-dimensional {dtypes[0]}, but is {actual}")
+
+
+def _read_curvature(tensors: Mapping[str, Tensor], exits: int) -> tuple[Curvature, ...]:
+    """Return the curvature (K,) of a file; empty if it has none at all."""
+    if not any(key.startswith("curvature.") for key in tensors):
+        return ()
+    _check_tensor("curvature.n", tensors["curvature.n"], (torch.int64,), 1)
+    if len(tensors["curvature.n"]) != 1:
+        raise InputError(f"curvature.n must be one number, but is {tensors['curvature.n'].tolist()}")
+    for k in range(exits):
+        for factor in "AB":
+            _check_tensor(f"curvature.{k}.{factor}", tensors[f"curvature.{k}.{factor}"], (torch.float64,), 2)
+    n = int(tensors["curvature.n"][0])
+    return tuple(Curvature(tensors[f"curvature.{k}.A"], tensors[f"curvature.{k}.B"], n) for k in range(exits))
 
 
 def _read_classes(value: Any) -> tuple[str, ...] | None:

@@ -213,7 +213,9 @@ class Tuner:
             has_laplace = False
         methods = candidate_methods(self.trace.num_exits, has_laplace, variance)
         if not methods:
-            raise InputError("no method with a variance can be chosen: the curvature of the trace is not usable")
+            raise InputError(
+                "no method with a variance can be chosen: the trace has no usable curvature of training images"
+            )
         if not has_enough_samples(len(self.trace.val)):
             return MethodSelection(methods[0].name, {}, {}, len(self.trace.val), 0)
         tuner = self._on_samples(choose_samples(len(self.trace.val), self.trace.num_classes))
@@ -231,7 +233,8 @@ class Tuner:
             return self
         trace = replace(self.trace, val=self.trace.val.take(samples))
         tuner = Tuner(trace, mode=self._mode, draws=self._draws)
-        tuner.__dict__["_eigen"] = self._eigen
+        if trace.curvature:
+            tuner.__dict__["_eigen"] = self._eigen
         return tuner
 
     def _get_objective(self, k: int, method: Method) -> ExitObjective:

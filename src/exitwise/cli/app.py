@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from exitwise.cli.calibrate import ablate, calibrate, cost
+from exitwise.cli.cascade import cascade
 from exitwise.cli.deploy import bench, export, predict
 from exitwise.cli.option_names import name_options, shorten_message
 from exitwise.cli.policies import evaluate, policies
@@ -25,7 +26,7 @@ from exitwise.core.version import __version__
 # Commands in the order of work, by the group under which `--help` lists them.
 COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (demo, models),
-    "Train": (train, train_heads, collect),
+    "Train": (train, train_heads, cascade, collect),
     "Calibrate": (calibrate, ablate),
     "Decide": (evaluate, policies, rivals),
     "Deploy": (bench, export, predict),

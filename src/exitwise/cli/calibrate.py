@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, VANILLA, Method, parse_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, VANILLA, Method, parse_method
 from exitwise.cli.options import JsonOption, MethodOption, RunArgument, print_json
 
 if TYPE_CHECKING:
@@ -77,14 +77,16 @@ def ablate(
     from exitwise import zoo
     from exitwise.cli import tables
     from exitwise.cli.progress import spinner
-    from exitwise.evaluation.paper_tables import make_paper_tables
+    from exitwise.evaluation.paper_tables import make_paper_tables, usable_methods
     from exitwise.runs.labels import model_labels
     from exitwise.runs.policies import resolve_method
 
     choices = [parse_method(name) for name in also or []]
     opened, trace, tuner = _open_run(run, mode, samples, seed, search)
     others = [resolve_method(opened, tuner, choice).name for choice in choices]
-    methods = list(dict.fromkeys([*METHODS, *others]))
+    methods = list(dict.fromkeys([*usable_methods(trace), *others]))
+    if not trace.curvature:
+        print("exitwise: without Laplace: the trace was collected without training images", file=sys.stderr)
     with spinner(f"Calibrating with {len(methods)} methods"):
         paper_tables = make_paper_tables(trace, tuner, budget_range, methods)
     results = {"ablation": paper_tables.ablation.to_dict(), "decisions": paper_tables.decisions.to_dict()}

@@ -19,7 +19,7 @@ from exitwise.cli.options import (
 )
 from exitwise.core.errors import InputError
 from exitwise.core.text import escape_controls
-from exitwise.runs.options import ClassifierOptions
+from exitwise.runs.options import ClassifierOptions, join_nets
 
 if TYPE_CHECKING:
     from exitwise.runs.predict import Summary
@@ -57,8 +57,10 @@ def predict(
     """Classify images with early exits; one row per image, in input order.
 
     A row holds the file name, the predicted class and its label, the confidence, the exit (from 0) and its cost. An
-    image that cannot be read or classified gets a row with its error. Without options, RUN uses its chosen classifier:
-    that of the last `exitwise evaluate`. The exit status is 1 if every image failed, 2 if an input does not exist.
+    image that cannot be read or classified gets a row with its error. After `evaluate --sets` a row also holds the
+    classes of its prediction set, and after `evaluate --abstain` or `--risk` whether it is left unanswered. Without
+    options, RUN uses its chosen classifier: that of the last `exitwise evaluate`. The exit status is 1 if every image
+    failed, 2 if an input does not exist.
     """
     from exitwise.cli.progress import progress_bars
     from exitwise.policies.controller import BudgetController
@@ -77,15 +79,22 @@ def predict(
         raise InputError(f"{out} exists: --resume to continue it, --force to replace it")
     image_list = predict.list_images(images)
     _set_threads(threads)
-    classifier, description = deploy.open_run_or_bundle(run, options, net, threads)
+    classifier, description = deploy.open_run_or_bundle(run, options, join_nets(net), threads)
     preprocessing, classes = deploy.image_format(classifier)
     controller = BudgetController(classifier.policy) if keep_budget else None
-    fields = [*predict.FIELDS, *(["probs"] if probs else [])]
+    if keep_budget and (classifier.sets is not None or classifier.abstention is not None):
+        print(
+            "exitwise: --keep-budget moves thresholds: coverage of sets and risk of answers are not guaranteed",
+            file=sys.stderr,
+        )
+    fields = predict.row_fields(classifier.sets, classifier.abstention, probs)
     row_format = row_file.Csv(safe=True) if csv_safe else row_file.FORMATS[kind]
     summary, start = predict.Summary(), time.perf_counter()
 
     def rows(names: Any) -> Any:
-        return predict.predict(classifier, names, preprocessing, classes, batch_size, summary, probs, controller)
+        return predict.predict(
+            classifier, names, preprocessing, classes, batch_size, summary, probs, controller, fields
+        )
 
     with progress_bars() as progress:
         if out is None:
@@ -153,7 +162,7 @@ def bench(
         batch_sizes=tuple(batch_size or ()),
         repeats=repeats,
         costs_of=costs_of,
-        net=net,
+        net=join_nets(net),
     )
     with progress_bars("measurements") as progress:
         report = bench_run(Run(run), options, lambda done, total: progress("bench", done, total))
@@ -186,7 +195,7 @@ def export(
     from exitwise.runtime.export import require_onnx
 
     require_onnx()
-    classifier, description = build_classifier(Run(run), options, net)
+    classifier, description = build_classifier(Run(run), options, join_nets(net))
     classifier.export(out, force=force)
     print(f"exitwise: {description}", file=sys.stderr)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
@@ -239,6 +248,8 @@ def _describe_summary(summary: "Summary", full_cost: float, unit: str, seconds: 
         )
         shares = ", ".join(f"{count / answered:.1%} at exit {k}" for k, count in sorted(summary.exits.items()))
         parts.append(f"exited (counted from 0, as in the rows): {shares}")
+    if summary.abstained is not None:
+        parts.append(f"{summary.abstained} unanswered (abstained)")
     if summary.errors:
         parts.append(f"{summary.errors} with an error, see their rows")
     return "; ".join(parts)

@@ -10,12 +10,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from exitwise.runs.options import NET_HELP
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
-NetOption = Annotated[
-    str | None, typer.Option(help="Your own net: package.module:function, which returns a MultiExitNet.")
-]
+NetOption = Annotated[list[str] | None, typer.Option(help=NET_HELP)]
 MethodOption = Annotated[
     str,
     typer.Option(

@@ -52,7 +52,46 @@ def evaluate(
     ] = None,
     risk: Annotated[
         str | None,
-        typer.Option(help="Kind of loss that --max-loss limits: accuracy or disagreement.", show_default="accuracy"),
+        typer.Option(
+            help="A number such as 0.02: abstain so that the error rate among answered images is at most this, "
+            "certified. Or the kind of loss that --max-loss limits: accuracy or disagreement.",
+            show_default="accuracy",
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Failure probability of a --risk that is a number.", show_default="0.05")
+    ] = None,
+    sets: Annotated[
+        float | None,
+        typer.Option(
+            metavar="COVERAGE",
+            help="Fit prediction sets that hold the true class with this probability, such as 0.9; holds out half of "
+            "the validation split.",
+        ),
+    ] = None,
+    sets_per: Annotated[
+        str | None,
+        typer.Option(
+            help="Groups that the coverage holds in: all images, those of each exit, or of each class.",
+            show_default="all",
+        ),
+    ] = None,
+    sets_score: Annotated[
+        str | None,
+        typer.Option(help="Score of prediction sets: thr for the smallest ones, aps or raps.", show_default="thr"),
+    ] = None,
+    abstain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Leave this share of images unanswered, such as 5%; holds out half of the validation split.",
+        ),
+    ] = None,
+    abstain_at: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to abstain: at the exit that an image takes, or only at the last.", show_default="exit"
+        ),
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with, such as a baseline; may be repeated.")
@@ -64,13 +103,35 @@ def evaluate(
     The run remembers the calibrated net and its thresholds: `predict`, `export`, `bench` and `report` use them.
     """
     from exitwise.cli import tables
+    from exitwise.cli.answer_tables import answer_tables
     from exitwise.policies.certificate import RISKS, Certificate
+    from exitwise.runs.answers import AnswerOptions, parse_share
     from exitwise.runs.budgets import costs_in_budget_unit, parse_budget, parse_max_loss
     from exitwise.runs.labels import model_labels
     from exitwise.runs.policies import PolicyOptions, evaluate_run
     from exitwise.runs.run import Run
 
     choice, certificate = parse_method(method), None
+    error_rate, risk = _parse_risk(risk)
+    share = None if abstain is None else parse_share("--abstain", abstain)
+    for option, value, needed, is_given in (
+        ("--sets-per", sets_per, "--sets", sets is not None),
+        ("--sets-score", sets_score, "--sets", sets is not None),
+        ("--abstain-at", abstain_at, "--abstain or --risk", share is not None or error_rate is not None),
+        ("--delta", delta, "a --risk that is a number", error_rate is not None),
+    ):
+        if value is not None and not is_given:
+            raise InputError(f"{option} needs {needed}")
+    answers = AnswerOptions(
+        coverage=sets,
+        per=sets_per or "all",
+        set_score=sets_score or "thr",
+        share=share,
+        risk=error_rate,
+        delta=0.05 if delta is None else delta,
+        at=abstain_at or "exit",
+    )
+    answers.check()
     if risk is not None and max_loss is None:
         raise InputError("--risk is the kind of loss of --max-loss: give the maximum loss, too")
     if budget is None and max_loss is None:
@@ -90,7 +151,7 @@ def evaluate(
     trace = opened.trace()
     costs = trace.costs if budget is None else costs_in_budget_unit(budget, opened, trace)
     amount = None if budget is None else parse_budget(budget, costs)
-    options = PolicyOptions(strategy, score, objective, certificate)
+    options = PolicyOptions(strategy, score, objective, certificate, answers=answers)
     if budget is None:
         options = replace(options, max_loss=loss, risk=kind)
     evaluation = evaluate_run(opened, trace, choice, costs, amount, options, against or ())
@@ -102,8 +163,19 @@ def evaluate(
     out.print(tables.evaluation(evaluation, costs, labels))
     out.print(tables.exits(policy, result, evaluation.models[VANILLA][1], costs.values, costs.unit))
     out.print(tables.describe_fit(policy))
+    for table in () if evaluation.answers is None else answer_tables(evaluation.answers, costs.unit, trace.classes):
+        out.print(table)
     tables.print_notes(out, evaluation.notes)
     return None
+
+
+def _parse_risk(risk: str | None) -> tuple[float | None, str | None]:
+    """Return the value of `--risk` as an error rate, if it is a number, and otherwise as the kind of a loss."""
+    from exitwise.runs.answers import parse_share
+
+    if risk is None or not risk.strip().removeprefix("-")[:1].isdigit():
+        return None, risk
+    return parse_share("--risk", risk), None
 
 
 def policies(

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exitwise.calibration.methods import OURS
 from exitwise.cli.options import JsonOption, RunArgument, print_json
 from exitwise.core.errors import InputError
 
@@ -26,7 +25,9 @@ def rivals(
         list[str] | None,
         typer.Option(help=f"Method to compare; may be repeated. {_NAMES}.", show_default="all that can run"),
     ] = None,
-    reference: Annotated[str, typer.Option(help="Method that differences refer to.")] = OURS,
+    reference: Annotated[
+        str | None, typer.Option(help="Method that differences refer to.", show_default="the paper's method")
+    ] = None,
     budget_range: Annotated[
         tuple[float, float] | None,
         typer.Option(help="Average over budgets from LOW to HIGH.", show_default="the run's range"),
@@ -102,7 +103,7 @@ def _metrics_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTable
         f"on {table.samples['test']:,} test samples.\nAdded: MACs of the method in percent of the net's. EEFP: how "
         "well the exit score detects where stopping is right."
     )
-    rich_table = tables._table("Rivals", caption)
+    rich_table = tables.make_table("Rivals", caption)
     rich_table.add_column("", no_wrap=True)
     for name in ("top-1", "NLPD", "ECE", "ad. ECE", "AUROC", "AURC", "EEFP", "fit s", "added %"):
         rich_table.add_column(name, justify="right", no_wrap=True)
@@ -145,7 +146,7 @@ def _difference_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTa
         "zero."
     )
     title = f"\nDifference to {labels.get(table.reference, table.reference)}"
-    rich_table = tables._table(title, caption)
+    rich_table = tables.make_table(title, caption)
     rich_table.add_column("", no_wrap=True)
     for name, *_ in columns.values():
         rich_table.add_column(name, justify="right", no_wrap=True)
@@ -176,7 +177,7 @@ def _risk_table(table: "RivalTable") -> "RichTable":
     )
     epsilons = list(dict.fromkeys(row.epsilon for row in table.risk_control))
     points = " and ".join([", ".join(f"{100 * e:g}" for e in epsilons[:-1]), f"{100 * epsilons[-1]:g}"])
-    rich_table = tables._table(f"\nControlled loss of at most {points} points", caption)
+    rich_table = tables.make_table(f"\nControlled loss of at most {points} points", caption)
     rich_table.add_column("", no_wrap=True)
     for epsilon in epsilons:
         for name in ("cost", "lost"):

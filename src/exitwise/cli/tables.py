@@ -13,11 +13,13 @@ from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.overhead import ExitCost
 from exitwise.calibration.search_bounds import find_values_at_bounds
 from exitwise.core.costs import Costs, format_cost, format_percent
+from exitwise.evaluation.best_cascades import CascadeRow, CascadeTable
 from exitwise.evaluation.evaluate import Evaluation
 from exitwise.evaluation.paper_tables import Table, TableRow
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Policy, PolicyFit
 from exitwise.policies.score_choice import describe_choice
+from exitwise.runs.cascade import NetworkCost
 from exitwise.runs.compare import PUBLIC, PolicyTable
 from exitwise.runs.policies import RunEvaluation
 from exitwise.runtime.bench import FULL as FULL_NET
@@ -60,7 +62,8 @@ def _drop_leading_zero(number: str) -> str:
     return number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
 
 
-def _table(title: str, caption: str | None = None, gap: int = 1) -> RichTable:
+def make_table(title: str, caption: str | None = None, gap: int = 1) -> RichTable:
+    """Return an empty table in the style of all commands; columns are `gap` spaces apart."""
     return RichTable(
         title=title,
         caption=caption,
@@ -89,7 +92,7 @@ def ablation(
     if published:
         caption += f"\nPaper: the published change for this architecture, of {_PAPER_NET}."
     longest = max(len(row.method) for row in table)
-    rich_table = _table(title, caption, gap=1 if width >= longest + 62 else 0)  # the ablation fits 80 columns
+    rich_table = make_table(title, caption, gap=1 if width >= longest + 62 else 0)  # the ablation fits 80 columns
     rich_table.add_column("", overflow="fold")
     metrics = {"top1": "top-1", "top5": "top-5", "nlpd": "NLPD", "ece": "ECE"}
     if width < longest + 83:
@@ -111,6 +114,60 @@ def ablation(
                 cells.append(format_change(name, changes[name]) if changes else "")
         rich_table.add_row(*cells)
     return rich_table
+
+
+def networks(costs: Sequence[NetworkCost]) -> RichTable:
+    """Return the networks of a cascade with their own costs, and what an image costs that runs up to each."""
+    table = make_table("Cascade")
+    for name, justify in (("network", "left"), ("images", "right"), ("alone", "right"), ("up to it", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    spent = 0
+    for cost in costs:
+        spent += cost.macs
+        amounts = (format_cost(float(value), "MACs") for value in (cost.macs, spent))
+        table.add_row(cost.name, f"{cost.size} x {cost.size}", *amounts)
+    return table
+
+
+def best_cascades(table: CascadeTable) -> Iterator[RichTable]:
+    """Yield the best chains at every budget, and the Pareto front of all chains and networks."""
+    caption = (
+        f"\nCross-fitted on {table.samples:,} validation images: calibration and thresholds from the other folds; 95 % "
+        f"intervals.\nGain: against the best network alone within the budget. The best of many looks better than it "
+        f"is: choosing in\nevery fold by the others, top-1 is "
+        + ", ".join("-" if value is None else f"{100 * value:.2f}" for value in table.chosen_top1)
+        + " at these budgets."
+    )
+    best = make_table("Best networks at every budget", caption)
+    _add_cascade_columns(best, "budget", "gain")
+    for budget, row in zip(table.budgets, table.best, strict=True):
+        if row is not None:
+            gain = "" if row.gain is None else f"{100 * row.gain:+.2f}"
+            best.add_row(format_cost(budget, table.unit), *_cascade_cells(row, table.unit), gain)
+    yield best
+    has_times = all(row.milliseconds is not None for row in table.networks)
+    for cost, title in (("cost", "MACs"), ("milliseconds", "measured milliseconds")):
+        if cost == "milliseconds" and not has_times:
+            continue
+        front = make_table(f"\nNo other is better and cheaper, in {title}")
+        _add_cascade_columns(front)
+        for row in table.front(cost):
+            front.add_row(*_cascade_cells(row, table.unit))
+        yield front
+
+
+def _add_cascade_columns(table: RichTable, first: str | None = None, last: str | None = None) -> None:
+    names = (first, "networks", "cost", "ms", "top-1 %", "95 %", "NLPD", "ECE", last)
+    for name in names:
+        if name is not None:
+            table.add_column(name, justify="left" if name == "networks" else "right")
+
+
+def _cascade_cells(row: CascadeRow, unit: str) -> tuple[str, ...]:
+    low, high = (f"{100 * value:.2f}" for value in row.interval)
+    time = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"
+    metrics = (f"{100 * row.top1:.2f}", f"{low} to {high}", f"{row.nlpd:.3f}", _drop_leading_zero(f"{row.ece:.3f}"))
+    return (row.name, format_cost(row.cost, unit), time, *metrics)
 
 
 def summary(table: Table) -> str:
@@ -139,7 +196,7 @@ def calibration(calibration: Calibration, vanilla: Calibration) -> RichTable:
     note = "\nTuned on the validation split; NLPD of the ensemble where there is one."
     if calibration.method.ensemble and len(calibration.exits) > 1 and calibration.val_nlpd[-1] > vanilla.val_nlpd[-1]:
         note += " Ensembling makes the last exit worse; try a method without it, such as T_opt."
-    table = _table(f"\n{calibration.method.name}", note)
+    table = make_table(f"\n{calibration.method.name}", note)
     columns = [
         "exit",
         "temperature",
@@ -172,7 +229,7 @@ def evaluation(evaluated: RunEvaluation, costs: Costs, labels: Mapping[str, str]
     if loss is not None:
         kind = "disagreement with" if loss["risk"] == "disagreement" else "top-1 below"
         title = f"\nCheapest policies with at most {loss['points']:.4g} points of {kind} the last exit of the plain net"
-    table = _table(title, "\nThresholds fitted on the validation split, all other rows measured on the test split.")
+    table = make_table(title, "\nThresholds fitted on the validation split, all other rows measured on the test split.")
     table.add_column("")
     for name in models:
         table.add_column(labels.get(name, name), justify="right")
@@ -223,7 +280,7 @@ def print_notes(out: Console, notes: Sequence[str]) -> None:
 
 def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequence[float], unit: str) -> RichTable:
     """Return a table of exits: threshold, share of samples, and metrics if all samples exit there; also vanilla's."""
-    table = _table(
+    table = make_table(
         f"\nExits (a sample exits if its {_SCORE_NAMES.get(policy.score, policy.score)} reaches the threshold)",
         "\nTop-1, NLPD and ECE if all samples exit there, calibrated; plain: top-1 without calibration.",
     )
@@ -252,7 +309,7 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
         "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and the overhead over vanilla.\n"
         f"Each method adds its cost at every exit on the way. {samples} draws or dropout masks."
     )
-    table = _table(f"\n{preset}: cost of stopping at each exit", caption)
+    table = make_table(f"\n{preset}: cost of stopping at each exit", caption)
     table.add_column("exit", justify="right")
     table.add_column("params", justify="right")
     names = {
@@ -291,7 +348,7 @@ def _describe_speedups(result: Bench) -> str:
 def bench(result: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[RichTable]:
     """Yield two tables: times and speed-ups of all variants, and the stage costs that budgets in ms use."""
     threads = f"{result.threads} thread{'s' * (result.threads > 1)}"
-    table = _table(
+    table = make_table(
         f"\nMilliseconds per image, {threads}, medians of {result.repeats} interleaved rounds",
         "\nPredicted: time of full-batch stages for the samples that reach each stage, the bound for early exits.\n"
         "Reached: share of the predicted speed. Speed-up: relative to the vanilla net on the same backend.\n"
@@ -318,7 +375,7 @@ def bench(result: Bench, costs: Costs, macs: Costs, costs_of: str) -> Iterator[R
             "" if row.mac_speedup is None else f"{row.mac_speedup:.2f}x",
         )
     yield table
-    stages = _table(f"\nCost up to each exit ({costs_of}), stored for budgets in ms")
+    stages = make_table(f"\nCost up to each exit ({costs_of}), stored for budgets in ms")
     for name in ("exit", "ms", "% of all", "MACs", "% of all"):
         stages.add_column(name, justify="right")
     for k, (ms, count) in enumerate(zip(costs.values, macs.values, strict=True), start=1):
@@ -364,7 +421,7 @@ def policies(
     narrow = width < 97
     for method, score in dict.fromkeys((row.method, row.requested_score or row.score) for row in table):
         group = [row for row in table if (row.method, row.requested_score or row.score) == (method, score)]
-        rich_table = _table(f"\n{labels.get(method, method)}, {group[0].score}", gap=0 if narrow else 1)
+        rich_table = make_table(f"\n{labels.get(method, method)}, {group[0].score}", gap=0 if narrow else 1)
         rich_table.add_column("budget", justify="right", no_wrap=True)
         rich_table.add_column("strategy", no_wrap=True)
         names = (*(() if narrow else ("val cost",)), "test cost", "top-1", "NLPD", "ECE", "EEFP", "vs sweep")

@@ -71,13 +71,13 @@ def train(
     for name in ("weights", "distill", "attach", "exits", "last"):
         if getattr(only_heads, name) not in (None, False):
             raise InputError(f"--{name} is an option of `exitwise train-heads`")
-    _configure_logging()
+    configure_logging()
     if resume:
         path = _run_to_resume(run, out, data, force)
     elif run is not None:
         raise InputError(f"{run}: --resume resumes a run; a new one is named with --out")
     else:
-        path = _new_run_path(out, data)
+        path = new_run_path(out, data)
     try:
         with TrainingProgress() as callback:
             if resume:
@@ -87,12 +87,12 @@ def train(
     except TrainingInterruptedError as stopped:
         if is_rank_zero():
             devices = f" --devices {machine.devices}" if machine.devices else ""
-            net_option = f" --net {shlex.quote(net.net)}" if net.net else ""
+            net_option = f" --net {shlex.quote(net.function)}" if net.function else ""
             command = f"exitwise train {shlex.quote(str(path))} --resume{net_option}{devices}"
             print(f"exitwise: stopped {stopped}; `{command}` resumes it", file=sys.stderr)
         raise SystemExit(128 + stopped.signal_number) from None
     if is_rank_zero():
-        _print_result(path, history, net.net, as_json)
+        _print_result(path, history, net.function, as_json)
     return
 
 
@@ -126,11 +126,11 @@ def _train_heads(
     from exitwise.cli.progress import TrainingProgress
     from exitwise.runs.train_heads import train_heads_of_new_run
 
-    _configure_logging()
-    path = _new_run_path(out, data)
+    configure_logging()
+    path = new_run_path(out, data)
     with TrainingProgress() as callback:
         history = train_heads_of_new_run(path, data, net, options, machine, force, callback)
-    _print_result(path, history, net.net, as_json)
+    _print_result(path, history, net.function, as_json)
 
 
 @expand_options
@@ -155,7 +155,7 @@ def collect(
     from exitwise.cli.progress import progress_bars
     from exitwise.runs.collect import CollectOptions, collect_existing_run, collect_new_run
 
-    _configure_logging()
+    configure_logging()
     with progress_bars() as progress:
         options = CollectOptions(machine, batch_size, half, progress)
         if (run / "run.json").is_file():
@@ -163,15 +163,15 @@ def collect(
             for name, value in given.items():
                 if value is not None:
                     raise InputError(f"{run} already has its net and dataset: --{name} is for a new run")
-            trace = collect_existing_run(run, data.root, net.net, force, options)
+            trace = collect_existing_run(run, data.root, net.function, force, options)
         else:
-            if data.data is None or checkpoint is None or (net.model is None) == (net.net is None):
+            if data.data is None or checkpoint is None or (net.model is None) == (net.function is None):
                 raise InputError(_describe_missing_options(run, data, net, checkpoint))
             trace = collect_new_run(run, data, net, checkpoint, options)
     if not is_rank_zero():
         return None
     if as_json:
-        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.curvature[0].n}
+        splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.num_train}
         return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
     print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {shlex.quote(str(run))}")
     return None
@@ -187,9 +187,9 @@ def _describe_missing_options(run: Path, data: DataOptions, net: NetOptions, che
     }
     missing = " and ".join(option for option, is_given in given.items() if not is_given)
     message = f"{run} is not a run yet: a new one needs {missing}, too"
-    if net.net is None or data.data is None:
+    if net.function is None or data.data is None:
         return message
-    words = ["exitwise", "train-heads", "--data", data.data, "--net", net.net, "--out", str(run)]
+    words = ["exitwise", "train-heads", "--data", data.data, "--net", net.function, "--out", str(run)]
     return f"{message}; if the heads are still to be trained: `{shlex.join(words)}`"
 
 
@@ -200,13 +200,15 @@ class _OneLineFormatter(logging.Formatter):
         return f"exitwise: {shorten_message(escape_controls(record.getMessage()))}"
 
 
-def _configure_logging() -> None:
+def configure_logging() -> None:
+    """Print warnings of the library in one line each."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLineFormatter())
     logging.basicConfig(level=logging.WARNING if is_rank_zero() else logging.ERROR, handlers=[handler])
 
 
-def _new_run_path(out: Path | None, data: DataOptions) -> Path:
+def new_run_path(out: Path | None, data: DataOptions) -> Path:
+    """Return the directory of a new run: the given one, or one named after the dataset."""
     if data.data is None:
         raise InputError("name the dataset to train on with --data, such as --data digits")
     return out or Path(f"exitwise-{Path(data.data.replace(':', '/')).name}")

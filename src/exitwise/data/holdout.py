@@ -80,7 +80,9 @@ class HoldOut:
     from_val: bool = False
 
     @classmethod
-    def random(cls, train: ImageDataset, val_size: int, seed: int, test_size: int = 0) -> "HoldOut":
+    def random(
+        cls, train: ImageDataset, val_size: int, seed: int, test_size: int = 0, needs_train: bool = True
+    ) -> "HoldOut":
         """Hold out randomly chosen train images.
 
         Args:
@@ -88,11 +90,12 @@ class HoldOut:
             val_size: Number of validation images.
             seed: Seed for the choice.
             test_size: Number of test images, for datasets without a test set.
+            needs_train: Whether some train images must remain; networks that are trained already need none.
 
         Raises:
             InputError: If no validation image or no train image would remain.
         """
-        if val_size < 1 or test_size < 0 or val_size + test_size >= len(train):
+        if val_size < 1 or test_size < 0 or val_size + test_size + needs_train > len(train):
             sizes = f"{val_size} and the test split {test_size}" if test_size else f"{val_size}"
             raise InputError(
                 f"the validation split must take some of {len(train)} train images, but would take {sizes}"

@@ -199,6 +199,16 @@ def decision_experiment(
     return make_paper_tables(trace, tuner, budget_range, [VANILLA, OURS]).decisions
 
 
+def usable_methods(trace: Trace) -> list[str]:
+    """Return the paper's methods for a trace: all, or without training images those without Laplace."""
+    return [name for name, method in METHODS.items() if trace.curvature or not method.laplace]
+
+
+def get_full_method(trace: Trace) -> str:
+    """Return the paper's full method or, without training images, what remains of it without Laplace."""
+    return OURS if trace.curvature else "MIE T_opt"
+
+
 def make_paper_tables(
     trace: Trace,
     tuner: Tuner,
@@ -224,21 +234,23 @@ def make_paper_tables(
     if trace.test is None:
         raise InputError("the trace has no test split, which the tables are computed on")
     low, high = get_budget_range(trace, budget_range)
-    names = list(dict.fromkeys([VANILLA, OURS, *methods]))
+    methods = usable_methods(trace) if methods is METHODS else list(methods)
+    full_method = get_full_method(trace)
+    names = list(dict.fromkeys([VANILLA, full_method, *methods]))
     existing = calibrations or {}
     # The full method first: its search fills the tables that hold the grid points of the others.
-    full_method_first = sorted(names, key=lambda name: name != OURS)
+    full_method_first = sorted(names, key=lambda name: name != full_method)
     used = {name: existing.get(name) or tuner.calibrate(name) for name in full_method_first}
     curves: dict[str, BudgetCurve] = {}
     test_preds: dict[str, Predictions] = {}
     for name in names:
         calibration = used[name]
         preds = calibration.predict(trace.test)
-        if name in (VANILLA, OURS):
+        if name in (VANILLA, full_method):
             test_preds[name] = preds
         policies = sweep(calibration.predict(trace.val), costs=trace.costs)
         curves[name] = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=trace.costs)
-        if name == OURS:
+        if name == full_method:
             curves[DECISIONS] = budget_curve(
                 test_preds[VANILLA], labels=trace.test.labels, policies=policies, costs=trace.costs, decide_with=preds
             )
@@ -261,7 +273,7 @@ def make_paper_tables(
     decisions = (
         make_row(VANILLA, VANILLA, used[VANILLA]),
         make_row(DECISIONS, DECISIONS, None),
-        make_row(OUR_MODEL, OURS, used[OURS]),
+        make_row(OUR_MODEL, full_method, used[full_method]),
     )
     unit = trace.costs.unit
     return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), used, curves)

@@ -2,23 +2,29 @@
 
 Counting rule: a convolution counts its multiply-adds without the bias, a linear layer its multiply-adds plus the bias,
 an activation one per element, average and max-pooling the kernel's area per output element, adaptive pooling its input
-elements, a recurrent layer its weights once per step, and a normalization nothing, as it folds into a convolution.
+elements, a recurrent layer its weights once per step, and a normalization nothing, as it folds into a convolution. A
+module without submodules that has no rule, such as a lambda or a custom layer, is counted by the operators it calls.
 """
 
 import copy
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from exitwise.core.errors import InputError, net_input_errors
-from exitwise.core.nested import describe, map_tensors
+from exitwise.core.nested import describe, iter_tensors, map_tensors
 from exitwise.models.net import MultiExitNet
+
+_log = logging.getLogger(__name__)
 
 
 def macs(
@@ -26,9 +32,11 @@ def macs(
 ) -> list[int]:
     """Count the MACs of one sample up to each exit, earlier heads included.
 
-    A copy of the net runs once on PyTorch's meta device: nothing is computed, and the net is not changed. Only modules
-    are counted; an operation in a module's forward, such as an addition or `F.relu`, counts nothing. A user-defined
-    module may have a method `macs(inputs, output)` that returns its cost, submodules included.
+    A copy of the net runs once on PyTorch's meta device: nothing is computed, and the net is not changed. If it cannot
+    run there, it runs on zeros. Only modules are counted; an operation in the forward of a module with submodules, such
+    as an addition or `F.relu`, counts nothing. A module without submodules and without a counting rule is counted by
+    the operators it calls, and one line of the log says so. A user-defined module may have a method
+    `macs(inputs, output)` that returns its cost, submodules included.
 
     Args:
         net: The net to count.
@@ -39,8 +47,7 @@ def macs(
         K whole numbers, cumulative over the exits.
 
     Raises:
-        InputError: Not exactly one of `input_shape` and `example_inputs` is given, the net cannot take such inputs,
-            or there is no counting rule for one of its modules.
+        InputError: Not exactly one of `input_shape` and `example_inputs` is given, or the net cannot take such inputs.
 
     Example:
         >>> import exitwise as ew
@@ -50,22 +57,51 @@ def macs(
     if (input_shape is None) == (example_inputs is None):
         raise InputError("`macs` needs either `input_shape` or `example_inputs`, not both or neither")
     description = describe(example_inputs) if input_shape is None else f"shape {input_shape}"
-    net_copy = copy.deepcopy(net).to("meta").eval()
+    with net_input_errors(description):
+        inputs = torch.empty(1, *input_shape, device="meta") if input_shape is not None else example_inputs
+    try:
+        cumulative, traced = _count_exits(copy.deepcopy(net).to("meta").eval(), inputs, "meta")
+    except InputError:
+        raise
+    except Exception:  # a forward may hold tensors of its own that stay on the CPU, or look at values
+        net_copy = copy.deepcopy(net).cpu().eval()
+        with net_input_errors(description):
+            zeros = map_tensors(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), inputs)
+            cumulative, traced = _count_exits(net_copy, zeros, "cpu")
+    if traced:
+        _report_traced(tuple(dict.fromkeys(traced)))
+    return cumulative
+
+
+def _count_exits(net: MultiExitNet, inputs: Any, device: str) -> tuple[list[int], list[str]]:
+    """Run a copy of the net on a device; return its cumulative MACs, and the types of modules that have no rule."""
     counts: list[int] = []
+    traced: list[str] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)  # in the order of forward's parameters
-        counts.append(_count_module(module, (*bound.args, *bound.kwargs.values()), output))
+        counted = _count_module(module, (*bound.args, *bound.kwargs.values()), output)
+        if counted is None:
+            traced.append(type(module).__name__)
+            counted = _count_operators(module, args, kwargs)
+        counts.append(counted)
 
-    for module in _iter_counted_modules(net_copy):
+    for module in dict.fromkeys(_iter_counted_modules(net)):  # stages may share a module, which is counted per call
         module.register_forward_hook(count, with_kwargs=True)
     cumulative = []
-    with net_input_errors(description), torch.no_grad():
-        inputs = example_inputs if input_shape is None else torch.empty(1, *input_shape)
-        for head, state in net_copy.states(map_tensors(lambda tensor: tensor.to("meta"), inputs)):
+    with torch.no_grad():
+        for head, state in net.states(map_tensors(lambda tensor: tensor.to(device), inputs)):
             head(state)
             cumulative.append(sum(counts))
-    return cumulative
+    return cumulative, traced
+
+
+@cache
+def _report_traced(kinds: tuple[str, ...]) -> None:
+    """Log in one line, once for the same types, which modules were counted by their operators."""
+    _log.warning(
+        "the MACs of %s have no counting rule: counted by tracing the operators that they call", ", ".join(kinds)
+    )
 
 
 def cumulative_parameters(net: MultiExitNet) -> list[int]:
@@ -106,7 +142,8 @@ _FREE = (
 )
 
 
-def _count_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+def _count_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int | None:
+    """Count a module by its rule; None if it has none."""
     if callable(rule := getattr(module, "macs", None)):
         return int(rule(args, output))
     if isinstance(module, _FREE):
@@ -132,7 +169,7 @@ def _count_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
         return int(output.numel() * (prod(kernel) if isinstance(kernel, tuple) else kernel**dims))
     if isinstance(module, _ADAPTIVE_POOLS):
         return int(args[0].numel())
-    raise InputError(f"cannot count the MACs of a {type(module).__name__}: no counting rule for it")
+    return None
 
 
 def _count_attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> int:
@@ -149,3 +186,47 @@ def _count_operations(module: fx.GraphModule, args: tuple[Any, ...]) -> int:
     with FlopCounterMode(display=False) as counter:
         module.forward(*args)  # not `module(*args)`, whose hook would count it again
     return int(counter.get_total_flops()) // 2
+
+
+_ATEN = torch.ops.aten
+_COUNTED_ACTIVATIONS = {
+    getattr(_ATEN, name + suffix)
+    for suffix in ("", "_")  # in place
+    for name in (
+        *("relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "sigmoid", "log_sigmoid_forward"),
+        *("tanh", "hardtanh", "hardsigmoid", "hardswish", "_softmax", "_log_softmax", "exp", "erf", "pow", "sqrt"),
+    )
+    if hasattr(_ATEN, name + suffix)
+}
+_COUNTED_POOLS = {getattr(_ATEN, name) for name in ("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices")}
+_COUNTED_MEANS = {getattr(_ATEN, name) for name in ("mean", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")}
+
+
+class _ElementCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count activations and pooling as their modules are counted; products are those of PyTorch's own counter."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in _COUNTED_ACTIVATIONS:
+            self.count += next(iter_tensors(output)).numel()
+        elif packet in _COUNTED_POOLS:
+            result = next(iter_tensors(output))
+            kernel = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+            self.count += result.numel() * (prod(kernel) if len(kernel) > 1 else kernel[0] ** (result.dim() - 2))
+        elif packet in _COUNTED_MEANS:
+            self.count += args[0].numel()
+        return output
+
+
+def _count_operators(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count a module's multiplications by running it again: half of PyTorch's FLOPs, activations and pooling."""
+    with _ElementCounter() as elements, FlopCounterMode(display=False) as counter:
+        module.forward(*args, **kwargs)  # not `module(...)`, whose hook would count it again
+    return int(counter.get_total_flops()) // 2 + int(elements.count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from exitwise.core.errors import InputError
 from exitwise.models.attach.attach import attach as _attach
+from exitwise.models.cascade import rebuild_cascade
 from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
@@ -135,7 +136,8 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
 
     Args:
         spec: {"preset": name}, with the overrides `num_classes` and `in_channels` where the net has them. With
-            `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are attached to the preset's net.
+            `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are attached to the preset's net. Or
+            {"cascade": ...}, as in the spec of a cascade of such nets.
 
     Returns:
         A net in training mode, with the same spec.
@@ -148,6 +150,8 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
         >>> ew.models.rebuild({"preset": "tiny-8", "num_classes": 5}).num_classes
         5
     """
+    if isinstance(spec, Mapping) and set(spec) == {"cascade"}:
+        return rebuild_cascade(spec["cascade"], rebuild)
     optional = ("num_classes", "in_channels", "attach")
     if not isinstance(spec, Mapping) or "preset" not in spec or not set(spec) <= {"preset", *optional}:
         names = ", ".join(f"`{name}`" for name in optional)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from exitwise import models
 from exitwise.core import tensorfiles
@@ -100,8 +100,30 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     return net
 
 
+def load_module_weights(module: nn.Module, path: str | Path) -> None:
+    """Load a state dict into a module of the user's, whose keys it must have; `module.` before all keys is dropped.
+
+    Args:
+        module: The module to load into; its mode stays.
+        path: The file, safetensors or `.pth`, read as by `load_checkpoint`.
+
+    Raises:
+        InputError: The file is missing or damaged, or its weights do not fit the module.
+    """
+    path = Path(path)
+    loaded, expected = _read_state_dict(path), module.state_dict()
+    prefix = "module."
+    if all(key.startswith(prefix) for key in loaded) and not all(key.startswith(prefix) for key in expected):
+        loaded = {key.removeprefix(prefix): value for key, value in loaded.items()}
+    for key in [key for key in expected if key.endswith("num_batches_tracked")]:
+        loaded.setdefault(key, expected[key])
+    checked = check_state_dict(module, loaded, path)
+    with restore_on_error(module):
+        load_state(module, checked, path)
+
+
 @contextmanager
-def restore_on_error(net: MultiExitNet) -> Iterator[None]:
+def restore_on_error(net: nn.Module) -> Iterator[None]:
     """Give the net its former weights back if the block fails."""
     before = {key: value.clone() for key, value in net.state_dict().items() if isinstance(value, Tensor)}
     try:
@@ -114,7 +136,7 @@ def restore_on_error(net: MultiExitNet) -> Iterator[None]:
         raise
 
 
-def load_state(net: MultiExitNet, state: Mapping[str, Tensor], source: Path | str) -> None:
+def load_state(net: nn.Module, state: Mapping[str, Tensor], source: Path | str) -> None:
     """Load a state dict that `check_state_dict` returned; errors of a net's own hooks become an InputError."""
     try:
         net.load_state_dict(dict(state))
@@ -224,7 +246,7 @@ def _describe_unusual_kind(tensor: Tensor, expected: Tensor) -> str | None:
 
 
 def check_state_dict(
-    net: MultiExitNet, loaded: Mapping[str, Tensor], source: Path | str, file_keys: Mapping[str, str] | None = None
+    net: nn.Module, loaded: Mapping[str, Tensor], source: Path | str, file_keys: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
     """Return `loaded` in the net's types; raise `InputError` unless it has its keys and shapes and is finite in them.
 
@@ -257,6 +279,8 @@ def check_state_dict(
         shapes = [tuple(state[reshaped].shape) for state in (loaded, expected)]
         problems.append(f"{in_file(reshaped)!r} has shape {shapes[0]} instead of {shapes[1]}")
     if problems:
+        if not isinstance(net, MultiExitNet):
+            raise InputError(f"{source} does not fit the network: {', '.join(problems)}")
         hint = _describe_original_module(loaded, expected) or _describe_fitting_preset(loaded, net.spec)
         raise InputError(f"{source} does not fit {_describe_spec(net.spec)}: {', '.join(problems)}; {hint}")
     cast = {key: loaded[key].detach().to(expected[key].dtype) for key in expected}

@@ -18,14 +18,18 @@ class MeanUpperBound:
 
     With a `stake`, a betting test: the null hypothesis is that the mean is above a limit m. The wealth, the product of
     1 + stake * (m - value) over the samples, has a mean of at most 1 under it, so the p-value is min(1, 1 / wealth).
-    Without a `stake`, the smaller of Hoeffding's and Bentkus's p-values.
+    Without a `stake`, the smaller of Hoeffding's and Bentkus's p-values. If values are `binary`, 0 or 1, the exact
+    p-value of the binomial distribution, which no other test beats.
     """
 
     stake: float | None = None
+    binary: bool = False
 
     @property
     def name(self) -> str:
         """Name of the bound, as a `Guarantee` lists it."""
+        if self.binary:
+            return "binomial"
         return "hoeffding-bentkus" if self.stake is None else "betting"
 
     def p_value(self, values: Array, counts: Array, limit: float) -> float:
@@ -34,6 +38,8 @@ class MeanUpperBound:
             return 0.0
         if limit < 0:
             return 1.0
+        if self.binary:
+            return exp(_log_binomial_cdf(int(values @ counts), int(counts.sum()), limit))
         if self.stake is None:
             return _hoeffding_bentkus(float(values @ counts) / float(counts.sum()), int(counts.sum()), limit)
         stake = min(self.stake, 0.95 / (1 - limit))  # keeps every factor of the wealth positive

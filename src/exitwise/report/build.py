@@ -10,19 +10,30 @@ import torch
 
 from exitwise import zoo
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, OURS, VANILLA, Method, get_method, parse_method
+from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, METHODS, VANILLA, Method, get_method, parse_method
 from exitwise.calibration.overhead import laplace_macs, naive_laplace_macs
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
+from exitwise.core.files import read_json
 from exitwise.core.predictions import Array
 from exitwise.core.results import to_jsonable
 from exitwise.evaluation.bootstrap import LEVEL, Bootstrap
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve, describe_eefp_disagreement
-from exitwise.evaluation.paper_tables import DECISIONS, METRICS, OUR_MODEL, PaperTables, Table, make_paper_tables
+from exitwise.evaluation.paper_tables import (
+    DECISIONS,
+    METRICS,
+    OUR_MODEL,
+    PaperTables,
+    Table,
+    get_full_method,
+    make_paper_tables,
+    usable_methods,
+)
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.report import published, uncertainty
+from exitwise.report.answers import describe_answers
 from exitwise.report.budget_explorer import budget_grid, explore_budgets
 from exitwise.report.evaluated_model import EvaluatedModel
 from exitwise.report.images import SpriteSheet, images_unavailable_note, make_sprite_sheet
@@ -32,9 +43,9 @@ from exitwise.runs.labels import model_labels
 from exitwise.runs.policies import (
     CalibratedSplits,
     PolicyOptions,
-    certificate_from,
+    held_out_certificate,
     resolve_method,
-    split_trace,
+    split_held_out_twice,
     tuner_with_settings,
 )
 from exitwise.runs.run import Run
@@ -97,7 +108,7 @@ def build_report(
     sheet, note = _load_images(run, options.root, trace.test, points)
     progress("reading the runs to compare with")
     other_runs = [_compare_run(Run(path), method, budgets[0][0].unit) for path in options.against]
-    progress("calibrating with twelve methods")
+    progress(f"calibrating with {len(usable_methods(trace))} methods")
     if paper_tables is None:
         paper_tables = make_paper_tables(trace, tuner, calibrations=_load_matching_calibrations(saved, run, trace))
     vanilla = EvaluatedModel.of(CalibratedSplits(paper_tables.calibrations[VANILLA], trace.val, None), trace.test)
@@ -106,7 +117,7 @@ def build_report(
         calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
         ours = EvaluatedModel.of(CalibratedSplits(calibration, trace.val, None), trace.test)
     else:
-        ours = EvaluatedModel.of(CalibratedSplits(chosen.calibration, _tuning_samples(trace, chosen), None), trace.test)
+        ours = EvaluatedModel.of(_chosen_splits(trace, chosen), trace.test)
     chosen_policy = None if chosen is None else chosen.policy
     bootstrap = Bootstrap(len(trace.test))
     explorers = []
@@ -130,7 +141,7 @@ def build_report(
         "classes": list(trace.classes) if trace.classes else [f"class {i}" for i in range(trace.num_classes)],
         "explorers": explorers,
         "other_runs": other_runs,
-        "curves": [_curve_points(name, paper_tables.curves[name], labels) for name in METHODS],
+        "curves": [_curve_points(name, paper_tables.curves[name], labels) for name in usable_methods(trace)],
         "published": published.curves(preset),
         "uncertainty": {
             "vanilla": uncertainty.exit_statistics(vanilla, trace.num_classes),
@@ -151,9 +162,11 @@ def build_report(
         ],
         "decisions": [
             _curve_points(name, paper_tables.curves[key], labels)
-            for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, OURS))
+            for name, key in ((VANILLA, VANILLA), (DECISIONS, DECISIONS), (OUR_MODEL, get_full_method(trace)))
         ],
         "laplace_costs": [*_laplace_costs(trace, ours.splits.calibration), *published.laplace_costs()],
+        "answers": describe_answers(ours, trace.test, budgets[0][0], budgets[0][1], points, chosen),
+        "cascades": _read_cascades(run),
         "training": _training_history(run),
         "guarantee": _describe_run_guarantee(run),
         "provenance": report_provenance(run, trace, ours.splits.calibration, options.command, chosen_policy),
@@ -212,10 +225,14 @@ def _matching_choice(run: Run, method: Method) -> ChosenClassifier | None:
     return chosen if chosen is not None and chosen.calibration.method == method else None
 
 
-def _tuning_samples(trace: Trace, chosen: ChosenClassifier) -> Split:
-    """Return the validation samples that the chosen policy was fitted on: without the held-out samples, if any."""
-    certificate = certificate_from(chosen.policy.guarantee)
-    return trace.val if certificate is None else split_trace(trace, certificate)[0].val
+def _chosen_splits(trace: Trace, chosen: ChosenClassifier) -> CalibratedSplits:
+    """Return the calibration of the chosen classifier with its tuning samples, and those of its sets or abstention."""
+    certificate = held_out_certificate(chosen)
+    has_answers = chosen.sets is not None or chosen.abstention is not None
+    if certificate is None and not has_answers:
+        return CalibratedSplits(chosen.calibration, trace.val, None)
+    tuning_trace, _, answers = split_held_out_twice(trace, certificate, has_answers)
+    return CalibratedSplits(chosen.calibration, tuning_trace.val, None, answers)
 
 
 def _dataset_name(run: Run) -> str:
@@ -320,7 +337,7 @@ def _table_data(name: str, title: str, table: Table, preset: str, labels: Mappin
 
 def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any]]:
     """Return the cumulative cost of Laplace at every exit of this net: each exit on the way adds its overhead."""
-    if trace.costs.unit != "MACs":
+    if trace.costs.unit != "MACs" or not trace.curvature:
         return []
     c, vanilla = trace.num_classes, list(trace.costs.values)
     draws = DEFAULT_DRAWS if calibration.draws is None else len(calibration.draws)
@@ -330,6 +347,18 @@ def _laplace_costs(trace: Trace, calibration: Calibration) -> list[dict[str, Any
         overhead = numpy.cumsum([count_macs(p, c, draws) for p in widths])
         bars[name] = [float(cost + extra) for cost, extra in zip(vanilla, overhead, strict=True)]
     return [{"name": "this net", "own": True, "draws": draws, **bars}]
+
+
+def _read_cascades(run: Run) -> dict[str, Any] | None:
+    """Return the comparison of chains that the run was chosen by, if it was."""
+    file = run.directory / "cascades.json"
+    if not file.is_file():
+        return None
+    table = read_json(file)
+    wanted = ("unit", "samples", "budgets", "best", "chosen_top1", "front", "front_milliseconds")
+    if table.get("format") != "exitwise.cascades" or any(name not in table for name in wanted):
+        raise InputError(f"{file} is not a comparison of cascades: make the run again")
+    return {name: table[name] for name in wanted}
 
 
 def _planned_epochs(run: Run) -> int | None:

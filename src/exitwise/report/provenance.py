@@ -56,7 +56,7 @@ def report_provenance(
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
     return [
         *net_provenance(run),
-        ("samples", f"{trace.curvature[0].n:,} for the curvature, {sizes}"),
+        ("samples", f"{trace.num_train:,} for the curvature, {sizes}" if trace.curvature else sizes),
         ("calibration", _join_settings({"mode": calibration.mode, **settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),

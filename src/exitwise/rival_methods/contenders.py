@@ -28,6 +28,7 @@ from exitwise.rival_methods.geometric import combine, fit_geometric_ensemble
 from exitwise.rival_methods.stopping_heads import StoppingHead, fit_stopping_head, head_macs
 
 POE, POOL = "PoE Laplace T_opt sigma_opt", "Pool"
+METHODS_WITH_LAPLACE = (OURS, POE)
 EARLYON_BUDGETS = 12  # budgets that earlyon searches thresholds for, evenly spaced over the range of costs
 
 
@@ -144,6 +145,8 @@ def _by_confidence(val: Predictions, test: Predictions, seconds: float, macs: in
 
 def _run_method(name: str, score: str = "confidence") -> Callable[[Arena], Contender]:
     def run(arena: Arena) -> Contender:
+        if not arena.trace.curvature and name in METHODS_WITH_LAPLACE:
+            raise NotRunError("needs the curvature of training images, which the trace does not have")
         calibration, seconds = arena.calibrate(name)
         val, test = calibration.predict(arena.val), calibration.predict(arena.test)
         macs = method_macs(calibration.method, arena.trace)

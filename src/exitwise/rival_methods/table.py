@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwise.calibration.methods import OURS
+from exitwise.calibration.methods import OURS, VANILLA
 from exitwise.calibration.trace import Trace
 from exitwise.core.checks import check_integer, get_named
 from exitwise.core.errors import InputError
@@ -139,7 +139,7 @@ def rivals(
     trace: Trace,
     *,
     only: Iterable[str] | None = None,
-    reference: str = OURS,
+    reference: str | None = None,
     budget_range: tuple[float, float] | None = None,
     repeats: int = 1000,
     seed: int = 0,
@@ -153,7 +153,8 @@ def rivals(
     Args:
         trace: Trace with a test split.
         only: Names of the methods to compare; by default all that can run. `exitwise rivals --help` lists them.
-        reference: Name of the method that the differences refer to; it is always run.
+        reference: Name of the method that the differences refer to; it is always run. By default the paper's method or,
+            if the trace has no curvature of training images, the net without calibration.
         budget_range: Costs over which to average; by default the trace's, which is the paper's for its presets.
         repeats: Number of bootstrap resamples.
         seed: Seed of the Monte Carlo draws of our methods.
@@ -180,6 +181,7 @@ def rivals(
     if isinstance(only, str):
         raise InputError(f"`only` must be several names, but got {only!r}")
     names = list(ENTRIES) if only is None else list(only)
+    reference = reference or (OURS if trace.curvature else VANILLA)
     for argument, name in [*(("only", name) for name in names), ("reference", reference)]:
         get_named(argument, name, ENTRIES, "a method")
     chosen = [name for name in ENTRIES if name in (*names, reference)]

@@ -14,11 +14,12 @@ from exitwise.calibration.trace import Trace
 from exitwise.core.distributed import rank
 from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
+from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Progress
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.data import load_new_data, load_splits
-from exitwise.runs.leaks import trace_accuracies, warn_of_accuracies
+from exitwise.runs.leaks import trace_accuracies, warn_of_accuracies, warn_of_members
 from exitwise.runs.nets import build_net, net_input_size, rebuild_net
 from exitwise.runs.options import DataOptions, MachineOptions, NetOptions
 from exitwise.runs.run import Run, run_metadata
@@ -45,7 +46,7 @@ def collect_new_run(
     """Create a run from a checkpoint and a dataset, and collect its trace."""
     size = net_input_size(net_options.model)  # a mistyped preset is an error before any data are read
     held_out, splits, metadata = load_new_data(source, size)
-    net = build_net(net_options.model, net_options.net, splits.train.shape, len(splits.train.classes))
+    net = build_net(net_options.model, net_options.function, splits.train.shape, len(splits.train.classes))
     load_checkpoint(net, weights)
     _launch(options.machine, net)
     with atomic_directory(directory) if rank() == 0 else nullcontext() as new:
@@ -53,7 +54,7 @@ def collect_new_run(
         if rank() == 0:
             warn_of_accuracies(trace_accuracies(trace), trace.num_classes)
         if new:
-            write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.net}, metadata))
+            write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.function}, metadata))
             save_checkpoint(net, new / "net.safetensors")
             held_out.save(new / "split.safetensors")
             trace.save(new / "trace.safetensors", dtype=options.dtype)
@@ -75,7 +76,7 @@ def collect_existing_run(
     splits = load_splits(run, root)
     _launch(options.machine, net)
     try:
-        trace = _collect(net, splits, options)
+        trace = _collect(net, splits, options, with_train=not run.metadata["data"].get("without_train"))
     except UnreadableImageError as error:  # the run's images are fixed, so that --skip-unreadable comes too late
         problem = str(error).removesuffix("; --skip-unreadable skips such files")
         raise InputError(f"{problem}; replace the file, or make the run again with --skip-unreadable") from None
@@ -83,6 +84,8 @@ def collect_existing_run(
         training = run.metadata.get("training")
         if training is None or training.get("freeze_backbone"):  # exitwise train holds out its validation images
             warn_of_accuracies(trace_accuracies(trace), trace.num_classes)
+        if isinstance(net, Cascade):
+            warn_of_members(net, trace)
         trace.save(run.trace_file, dtype=options.dtype)
         run.remove_derived()
     return trace
@@ -111,9 +114,10 @@ def _launch(options: MachineOptions, net: MultiExitNet) -> None:
     net.to(fabric.device)
 
 
-def _collect(net: MultiExitNet, splits: data.Splits[Any], options: CollectOptions) -> Trace:
-    loaders = [
+def _collect(net: MultiExitNet, splits: data.Splits[Any], options: CollectOptions, with_train: bool = True) -> Trace:
+    train, val, test = (
         data.Batches(images, options.batch_size, options.machine.workers)
         for images in (splits.train, splits.val, splits.test)
-    ]
-    return collect(net, *loaders, classes=splits.train.classes, progress=options.progress)
+    )
+    classes = splits.train.classes
+    return collect(net, train if with_train else None, val, test, classes=classes, progress=options.progress)

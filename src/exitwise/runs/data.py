@@ -18,13 +18,17 @@ from exitwise.runs.run import Run
 DEFAULT_IMAGE_SIZE = 224  # of images from files, for nets without a preset and images of several sizes
 
 
-def load_new_data(options: DataOptions, net_size: int | None) -> tuple[data.HoldOut, data.Splits[Any], dict[str, Any]]:
+def load_new_data(
+    options: DataOptions, net_size: int | None, pretrained: bool = False
+) -> tuple[data.HoldOut, data.Splits[Any], dict[str, Any]]:
     """Load and split the dataset of a new run; print how image files are scaled, cropped and normalized.
 
     Args:
         options: The dataset and its split; None means the dataset's own value.
         net_size: Size of images from files, unless `options` has one; None for the images' own size, if all are
             squares of one size, or else 224.
+        pretrained: Whether the networks were trained elsewhere, perhaps on the train images. Then validation images are
+            taken from the test set if there is one, and images without a test set are all for validation and testing.
 
     Returns:
         The held-out samples, the images of every split, and the entry `data` of run.json.
@@ -43,8 +47,16 @@ def load_new_data(options: DataOptions, net_size: int | None) -> tuple[data.Hold
         given = options.image_size or net_size
         train, val, test, size = _choose_size(train, val, test, given)
     seed = options.split_seed or 0
-    held_out = _hold_out(options, dataset, train, val, test, seed)
+    if pretrained and val is None and test is not None:
+        val, test = test, None
+        metadata["val_from_test"] = True
+    if pretrained and val is None:
+        held_out = _hold_out_all(options, train, seed)
+    else:
+        held_out = _hold_out(options, dataset, train, val, test, seed)
     metadata |= {"split_seed": seed, "image_size": size}
+    if pretrained:
+        metadata["without_train"] = True
     if options.skip_unreadable:
         metadata["skip_unreadable"] = True
     splits = held_out.apply(train, test, val)
@@ -110,6 +122,13 @@ def _hold_out(options: DataOptions, dataset: data.DataSet, train: Any, val: Any,
     return data.HoldOut.of_val(val, seed, options.val_size, test_size)
 
 
+def _hold_out_all(options: DataOptions, images: Any, seed: int) -> data.HoldOut:
+    """Split all images into a half for validation and a half for testing, or into parts of the given sizes."""
+    test_size = options.test_size or len(images) - (options.val_size or (len(images) + 1) // 2)
+    val_size = options.val_size or len(images) - test_size
+    return data.HoldOut.random(images, val_size, seed, test_size, needs_train=False)
+
+
 def _split_size(requested: int | None, default: int | float, samples: int) -> int:
     """Return the requested number of samples, or the dataset's default, which may be a share of all samples."""
     if requested is not None:
@@ -132,6 +151,8 @@ def load_splits(run: Run, root: Path | None) -> data.Splits[Any]:
     val = None
     if held_out.from_val or metadata.get("test_data"):
         val, test = _load_own_sets(metadata, train, test, skip_unreadable)
+    if metadata.get("val_from_test"):
+        val, test = test, None
     return held_out.apply(train, test, val)
 
 

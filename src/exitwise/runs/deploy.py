@@ -14,12 +14,20 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.certificate import Certificate
 from exitwise.policies.policy import Policy
 from exitwise.policies.scores import AUTO as AUTO_SCORE
+from exitwise.runs.answers import AnswerOptions
 from exitwise.runs.budgets import costs_in_budget_unit, parse_budget
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.data import run_preprocessing
 from exitwise.runs.nets import load_run_net
 from exitwise.runs.options import ClassifierOptions
-from exitwise.runs.policies import CalibratedSplits, PolicyOptions, calibrate_run, resolve_method, split_trace
+from exitwise.runs.policies import (
+    CalibratedSplits,
+    PolicyOptions,
+    calibrate_run,
+    held_out_certificate,
+    resolve_method,
+    split_held_out_twice,
+)
 from exitwise.runs.run import Run
 from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.classifier import Classifier
@@ -45,6 +53,8 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
         chosen.policy,
         classes=chosen.classes,
         preprocessing=run_preprocessing(run),
+        sets=chosen.sets,
+        abstention=chosen.abstention,
     )
     return classifier, f"{chosen.describe()} ({origin})"
 
@@ -55,6 +65,8 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
     former = run.policy() if chosen is None else chosen.policy
     costs, budget = cast("tuple[Costs, float | None]", _choose_budget(run, trace, options, former))
     policy_options = PolicyOptions(score=AUTO_SCORE) if former is None else PolicyOptions.of(former)
+    if chosen is not None:
+        policy_options = _with_answers(policy_options, chosen)
     if options.score is not None:
         policy_options = replace(policy_options, score=options.score)
     if options.strategy is not None:
@@ -70,12 +82,19 @@ def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifi
     else:
         choice = AUTO if chosen is None else chosen.calibration.method
     policy_options.check(choice, costs, budget)
-    certificate, variance = policy_options.certificate, policy_options.score == "variance"
-    method = resolve_method(run, Tuner(trace), choice, certificate, variance)
+    hold_out, variance = policy_options.hold_out, policy_options.score == "variance"
+    method = resolve_method(run, Tuner(trace), choice, hold_out, variance)
     calibrated = _calibrate(run, trace, method, options, policy_options, chosen)
     plain = None if budget is not None else Tuner(trace).calibrate(VANILLA)
     policy = calibrated.fit_policy(costs, budget, policy_options, plain)
-    return ChosenClassifier(calibrated.calibration, policy, trace.classes)
+    fitted = calibrated.fit_answers(policy, policy_options.answers)
+    return ChosenClassifier(calibrated.calibration, policy, trace.classes, fitted.sets, fitted.abstention)
+
+
+def _with_answers(options: PolicyOptions, chosen: ChosenClassifier) -> PolicyOptions:
+    """Return options with which sets and abstention are fitted again for a new policy, on the same held-out samples."""
+    answers = AnswerOptions.of(chosen.sets, chosen.abstention)
+    return replace(options, answers=answers, certificate=held_out_certificate(chosen))
 
 
 def _make_certificate(delta: float, options: PolicyOptions) -> Certificate:
@@ -107,13 +126,15 @@ def _calibrate(
 ) -> CalibratedSplits:
     """Return the chosen calibration with its samples where method and certificate are the chosen ones, or a new one."""
     if chosen is None or options.method is not None or options.certify is not None:
-        return calibrate_run(run, Tuner(trace), method, policy_options.certificate)
+        return calibrate_run(run, Tuner(trace), method, policy_options.certificate, policy_options.answers.requested)
     if not chosen.calibration.belongs_to(trace):
         raise InputError(f"{run.chosen_file} is of another net than the run's trace: evaluate again")
-    if policy_options.certificate is None:
+    if policy_options.hold_out is None:
         return CalibratedSplits(chosen.calibration, trace.val, None)
-    tuning_trace, held_out = split_trace(trace, policy_options.certificate)
-    return CalibratedSplits(chosen.calibration, tuning_trace.val, held_out)
+    tuning_trace, held_out, for_answers = split_held_out_twice(
+        trace, policy_options.certificate, policy_options.answers.requested
+    )
+    return CalibratedSplits(chosen.calibration, tuning_trace.val, held_out, for_answers)
 
 
 def open_run_or_bundle(

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from exitwise.calibration.trace import Trace
 from exitwise.core.errors import net_input_errors
 from exitwise.core.nested import describe
 from exitwise.data.folders import ImageFileSet, find_shared_files
+from exitwise.models.cascade import Cascade
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 
 _log = logging.getLogger(__name__)
@@ -86,14 +88,41 @@ def last_exit_accuracy(net: MultiExitNet, images: Any, split: str, batch_size: i
     return Accuracy(split, correct / len(positions), len(positions))
 
 
-def trace_accuracies(trace: Trace) -> list[Accuracy]:
-    """Return the accuracies of the last exit on the validation and, if there are some, the test samples."""
-    head, accuracies = trace.heads[-1], []
+def trace_accuracies(trace: Trace, exit: int = -1) -> list[Accuracy]:
+    """Return the accuracies of an exit, the last one by default, on the validation and, if any, the test samples."""
+    head, accuracies = trace.heads[exit], []
     for name, split in (("validation", trace.val), ("test", trace.test)):
         if split is not None and len(split):
-            logits = torch.nn.functional.linear(split.features[-1].float(), head.weight, head.bias)
+            logits = head.logits(split.features[exit])
             accuracies.append(Accuracy(name, float((logits.argmax(1) == split.labels).double().mean()), len(split)))
     return accuracies
+
+
+def warn_of_members(net: Cascade, trace: Trace) -> None:
+    """Log one line for each network of a cascade but the last that is about as good as guessing."""
+    for exit, (member, following) in enumerate(pairwise(net.member_of_exit)):
+        accuracy = trace_accuracies(trace, exit)[0]
+        if member != following and accuracy.is_chance(trace.num_classes):
+            _log.warning(
+                "network %d of the cascade is right on %s, about as often as guessing among %d classes: "
+                "size or normalization of its images, or the order of its classes, probably differ from its training",
+                member + 1,
+                accuracy,
+                trace.num_classes,
+            )
+
+
+def warn_of_network(name: str, trace: Trace) -> None:
+    """Log one line if a network that may become part of a cascade is about as good as guessing."""
+    accuracy = trace_accuracies(trace)[0]
+    if accuracy.is_chance(trace.num_classes):
+        _log.warning(
+            "%s is right on %s, about as often as guessing among %d classes: "
+            "size or normalization of its images, or the order of its classes, probably differ from its training",
+            name,
+            accuracy,
+            trace.num_classes,
+        )
 
 
 def warn_of_accuracies(accuracies: list[Accuracy], classes: int) -> None:

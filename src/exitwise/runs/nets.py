@@ -1,14 +1,12 @@
 """Networks of runs: built by preset or by the user's function, rebuilt from run.json, loaded with their weights."""
 
-import sys
-from importlib import import_module
-from pathlib import Path
-
 from exitwise import models
-from exitwise.core.errors import InputError, first_line
+from exitwise.core.errors import InputError
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint
+from exitwise.runs.data import run_preprocessing
+from exitwise.runs.members import call_function, rebuild_member_cascade
 from exitwise.runs.run import Run
 
 
@@ -32,40 +30,31 @@ def build_net(preset: str | None, function: str | None, shape: tuple[int, int, i
 
 def import_net(function: str) -> MultiExitNet:
     """Call `package.module:function` and return its net. The name comes from the command line, never from a file."""
-    module, colon, name = function.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(import_module(module), name) if colon and module and name else None
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"`--net` {function} could not be imported: {error}") from None
-    finally:
-        sys.path.pop(0)
-    if not callable(make):
-        raise InputError(f"`--net` must be like package.module:function, but got {function!r}")
-    try:
-        net = make()
-    except InputError:
-        raise
-    except Exception as error:  # whatever the user's code may raise
-        kind = type(error).__name__
-        raise InputError(f"`--net` {function} failed with {kind}: {first_line(error)}") from error
+    if "," in function:
+        raise InputError(f"`--net` must name one net, but got {function!r}: several make a cascade, `exitwise cascade`")
+    net = call_function(function)
     if not isinstance(net, MultiExitNet):
         kind = type(net).__name__
-        raise InputError(f"`--net` {function} must return a MultiExitNet, but returned a {kind}: use exitwise.attach")
+        raise InputError(
+            f"`--net` {function} must return a MultiExitNet, but returned a {kind}: use exitwise.attach or a cascade"
+        )
     return net
 
 
 def rebuild_net(run: Run, function: str | None) -> MultiExitNet:
     """Rebuild the untrained net of a run from its preset or, for a net of the user's own, with `function`."""
     spec = run.metadata["model"]
-    if "preset" in spec:
+    if "preset" in spec or "cascade" in spec:
         if function is not None:
-            raise InputError(f"{run.directory} has the net {spec['preset']!r}: --net is for other nets")
+            name = repr(spec["preset"]) if "preset" in spec else "a cascade of presets"
+            raise InputError(f"{run.directory} has the net {name}: --net is for other nets")
         return models.rebuild(spec)
     if function is None:
-        example = spec.get("net") or "package.module:function"
+        example = " --net ".join(str(spec.get("net") or "package.module:function").split(","))
         raise InputError(f"{run.directory} has a net of its own: give --net {example} again")
-    return import_net(function)
+    if "cascade" not in run.metadata:
+        return import_net(function)
+    return rebuild_member_cascade(function.split(","), run.metadata["cascade"], run_preprocessing(run))
 
 
 def load_run_net(run: Run, function: str | None) -> MultiExitNet:

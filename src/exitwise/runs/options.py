@@ -14,6 +14,14 @@ Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 
+NET_HELP = "Your own net: package.module:function, which returns a MultiExitNet; repeated for the nets of a cascade."
+
+
+def join_nets(nets: list[str] | None) -> str | None:
+    """Return the values of a repeated option `--net` as one text, joined by commas; None without any."""
+    return ",".join(nets) if nets else None
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """The dataset of a new run, and how to split it."""
@@ -57,9 +65,12 @@ class NetOptions:
     model: Annotated[str | None, Option(help="Model preset, see `exitwise models`.", show_default="the dataset's")] = (
         None
     )
-    net: Annotated[str | None, Option(help="Your own net: package.module:function, which returns a MultiExitNet.")] = (
-        None
-    )
+    net: Annotated[list[str] | None, Option(help=NET_HELP)] = None
+
+    @property
+    def function(self) -> str | None:
+        """The user's own net, package.module:function; those of a cascade joined by commas."""
+        return join_nets(self.net)
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,38 @@ class HeadTrainOptions:
         Option(help="Weight of distillation from the last exit, from 0 to 1.", show_default="0"),
     ] = None
     seed: Annotated[int | None, Option(help="Seed for new heads and data order.", show_default="0")] = None
+
+
+@dataclass(frozen=True)
+class CascadeOptions:
+    """The networks of a cascade, in the order in which they run."""
+
+    net: Annotated[
+        list[str] | None,
+        Option(
+            help="A network: package.module:function, a model preset, a run, or a file of `save_checkpoint`; @SIZE at "
+            "its end gives it smaller images. Repeated, small networks first."
+        ),
+    ] = None
+    candidates: Annotated[
+        list[str] | None,
+        Option(help="As --net, but in any order: the best chain of up to three of them becomes the run."),
+    ] = None
+    weights: Annotated[
+        list[Path] | None,
+        Option(help="Weights of the networks, a file for each in their order; - for one that has its weights."),
+    ] = None
+    classes: Annotated[
+        list[Path] | None,
+        Option(
+            help="Names of the classes in each network's own order, a file for each with a name per line; "
+            "- for the order of the data."
+        ),
+    ] = None
+    train: Annotated[
+        bool,
+        Option("--train", help="Keep training images for methods with Laplace; validation images are then others."),
+    ] = False
 
 
 @dataclass(frozen=True)

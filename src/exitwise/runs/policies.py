@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from exitwise.calibration.methods import DEFAULT_DRAWS, VANILLA, Method, MethodC
 from exitwise.calibration.search_bounds import describe_values_at_bounds
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
-from exitwise.core.costs import Costs, format_cost
+from exitwise.core.costs import Costs, evenly_spaced_budgets, format_cost
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import NEEDS_DRAWS, Predictions
 from exitwise.evaluation.evaluate import Evaluation, evaluate
@@ -24,11 +24,20 @@ from exitwise.policies.policy import Policy
 from exitwise.policies.score_choice import describe_choice
 from exitwise.policies.scores import AUTO as AUTO_SCORE
 from exitwise.rival_methods.advice import note_few_labels
+from exitwise.runs.answers import (
+    AnswerOptions,
+    AnswersEvaluation,
+    TradeOffRow,
+    fit_answers,
+    trade_off,
+)
 from exitwise.runs.chosen import ChosenClassifier
 from exitwise.runs.run import Run
+from exitwise.runtime.engine import AnswerRules
 
 PLAIN = "plain net"  # the net without calibration; its last exit is what `max_loss` refers to
 _MIN_SPENT = 0.97  # a policy that spends less of its budget on validation samples gets a note
+_TRADE_OFF_BUDGETS = 5  # budgets of the trade-off of cost, answered share and errors, beside the requested one
 _MAX_OVERRUN = 1.005  # a policy that costs more than this times its budget on the test split gets a note
 
 
@@ -42,6 +51,7 @@ class PolicyOptions:
     certificate: Certificate | None = None
     max_loss: float | None = None  # fraction; the policy is the cheapest one that loses no more against the plain net
     risk: str = "accuracy"  # of `max_loss`
+    answers: AnswerOptions = field(default_factory=AnswerOptions)  # prediction sets and abstention
 
     @classmethod
     def of(cls, policy: Policy) -> "PolicyOptions":
@@ -57,10 +67,16 @@ class PolicyOptions:
 
     def check(self, method: MethodChoice, costs: Costs, budget: float | None) -> None:
         """Raise InputError if no policy can meet the options, before anything is calibrated."""
+        self.answers.check()
         checked = costs.values[-1] if budget is None else budget
         check_fit_arguments(costs, checked, self.strategy, self.score, self.objective)
         if self.score == "variance" and isinstance(method, Method) and not method.has_variance:
             raise InputError(f"`score` 'variance' {NEEDS_DRAWS}")
+
+    @property
+    def hold_out(self) -> Certificate | None:
+        """Fraction and seed of the held-out samples that a certificate, sets or an abstention need, if any do."""
+        return Certificate() if self.certificate is None and self.answers.requested else self.certificate
 
     def for_baseline(self, method: Method) -> "PolicyOptions":
         """Return options that a baseline can meet: `confidence` for `variance` without draws, and no certified loss.
@@ -79,11 +95,45 @@ class PolicyOptions:
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSplits:
-    """A calibration, its tuning samples, and the held-out samples of a certificate."""
+    """A calibration, its tuning samples, the held-out samples of a certificate, and those of sets and abstention."""
 
     calibration: Calibration
     val: Split
     held_out: Split | None
+    answers: Split | None = None
+
+    def fit_answers(self, policy: Policy, options: AnswerOptions) -> AnswerRules:
+        """Fit prediction sets and abstention on samples that neither calibration nor policy have seen."""
+        if self.answers is None or not options.requested:
+            return AnswerRules()
+        return fit_answers(options, policy, self._answers_preds, self.answers, self.preds, self.val)
+
+    def trade_off(
+        self,
+        costs: Costs,
+        budgets: Sequence[float],
+        options: PolicyOptions,
+        preds: Predictions,
+        test: Split,
+        chosen: Policy | None = None,
+    ) -> tuple[TradeOffRow, ...]:
+        """Return cost, answered share and error rate on the test split, one row per budget.
+
+        Args:
+            costs: Costs of the exits.
+            budgets: Budgets.
+            options: Options of the policies and of prediction sets; policies are not certified.
+            preds: Predictions on the test split.
+            test: Test split.
+            chosen: Policy to use at its own budget.
+        """
+        assert self.answers is not None
+        uncertified = replace(options, certificate=None)
+        policies = (
+            chosen if chosen is not None and chosen.budget == budget else self.fit_policy(costs, budget, uncertified)
+            for budget in budgets
+        )
+        return trade_off(policies, options.answers, (self._answers_preds, self.answers), (preds, test))
 
     def fit_policy(
         self, costs: Costs, budget: float | None, options: PolicyOptions, plain: Calibration | None = None
@@ -133,6 +183,11 @@ class CalibratedSplits:
         return None if self.held_out is None else self.calibration.predict(self.held_out)
 
     @cached_property
+    def _answers_preds(self) -> Predictions:
+        assert self.answers is not None
+        return self.calibration.predict(self.answers)
+
+    @cached_property
     def preds(self) -> Predictions:
         """Predictions on the tuning samples."""
         return self.calibration.predict(self.val)
@@ -150,7 +205,11 @@ class CalibratedSplits:
     @property
     def samples(self) -> dict[str, Any]:
         """Number of tuning and held-out samples, and their positions in the dataset where these are known."""
-        parts = {"calibrated_and_fitted_on": self.val, "certified_on": self.held_out}
+        parts = {
+            "calibrated_and_fitted_on": self.val,
+            "certified_on": self.held_out,
+            "answers_fitted_on": self.answers,
+        }
         return {
             name: {"split": "val", "samples": len(part), "index": None if part.index is None else part.index.tolist()}
             for name, part in parts.items()
@@ -202,13 +261,40 @@ def load_or_calibrate(run: Run, tuner: Tuner, method: Method) -> Calibration:
     return calibration
 
 
-def calibrate_run(run: Run, tuner: Tuner, method: Method, certificate: Certificate | None) -> CalibratedSplits:
-    """Calibrate a run on its validation split or, for a certificate, on the part of it that is not held out."""
-    if certificate is None:
+def calibrate_run(
+    run: Run, tuner: Tuner, method: Method, certificate: Certificate | None, answers: bool = False
+) -> CalibratedSplits:
+    """Calibrate a run on its validation split or on the part of it that is not held out.
+
+    Args:
+        run: The run.
+        tuner: Tuner of its trace.
+        method: Method of calibration.
+        certificate: Certificate that needs held-out samples.
+        answers: Whether prediction sets or an abstention need held-out samples: half of those of the certificate, or
+            all if there is none.
+    """
+    if certificate is None and not answers:
         return CalibratedSplits(load_or_calibrate(run, tuner, method), tuner.trace.val, None)
-    tuning_trace, held_out = split_trace(tuner.trace, certificate)
+    tuning_trace, held_out, for_answers = split_held_out_twice(tuner.trace, certificate, answers)
     settings_tuner = tuner_with_settings(run.calibration(method, tuner.trace), tuning_trace)
-    return CalibratedSplits(settings_tuner.calibrate(method), tuning_trace.val, held_out)
+    return CalibratedSplits(settings_tuner.calibrate(method), tuning_trace.val, held_out, for_answers)
+
+
+def split_held_out_twice(
+    trace: Trace, certificate: Certificate | None, answers: bool
+) -> tuple[Trace, Split | None, Split | None]:
+    """Return the trace with its tuning samples, the held-out samples of a certificate, and those of the answers.
+
+    A certificate selects the policy by its held-out samples, so that sets and abstention need others.
+    """
+    tuning_trace, held_out = split_trace(trace, certificate or Certificate())
+    if not answers:
+        return tuning_trace, held_out, None
+    if certificate is None:
+        return tuning_trace, None, held_out
+    first, second = split_held_out(len(held_out), 0.5, certificate.seed)
+    return tuning_trace, held_out.take(first), held_out.take(second)
 
 
 def split_trace(trace: Trace, certificate: Certificate) -> tuple[Trace, Split]:
@@ -242,6 +328,17 @@ def certificate_from(guarantee: Guarantee | None) -> Certificate | None:
     return Certificate(deltas[0], guarantee.risk, guarantee.epsilon, deltas[1], share, guarantee.seed or 0)
 
 
+def held_out_certificate(chosen: ChosenClassifier) -> Certificate | None:
+    """Return the certificate of a chosen classifier, with the share of samples that it and its answers hold out."""
+    certificate, guarantee = certificate_from(chosen.policy.guarantee), chosen.policy.guarantee
+    counts = [0 if chosen.sets is None else sum(chosen.sets.samples)]
+    counts.append(0 if chosen.abstention is None else chosen.abstention.samples)
+    if certificate is None or guarantee is None:
+        return None
+    held_out = guarantee.hold + max(counts)
+    return replace(certificate, hold=held_out / (held_out + guarantee.tune))
+
+
 @dataclass(frozen=True, eq=False)
 class RunEvaluation:
     """Policies and test metrics of several models at one budget, by model name, and the samples that were used."""
@@ -253,6 +350,7 @@ class RunEvaluation:
     samples: dict[str, Any]
     notes: tuple[str, ...] = ()  # what the numbers do not show: values at bounds, budgets that were not met or spent
     max_loss: dict[str, Any] | None = None  # what was asked for instead of a budget, and the losses that resulted
+    answers: AnswersEvaluation | None = None  # prediction sets and abstention of the calibrated net
 
     def to_dict(self) -> dict[str, Any]:
         models = {
@@ -267,6 +365,7 @@ class RunEvaluation:
             "samples": self.samples,
             "notes": list(self.notes),
             **({"max_loss": self.max_loss} if self.max_loss is not None else {}),
+            **({} if self.answers is None else self.answers.to_dict()),
         }
 
 
@@ -289,18 +388,24 @@ def evaluate_run(
         raise InputError(f"the trace of {run.directory} has no test split to evaluate on")
     options.check(method, costs, budget)
     tuner, models, samples, losses = Tuner(trace), {}, {}, {}
-    method = resolve_method(run, tuner, method, options.certificate, options.score == "variance")
+    method = resolve_method(run, tuner, method, options.hold_out, options.score == "variance")
     plain = load_or_calibrate(run, tuner, get_method(VANILLA))
     plain_preds = plain.predict(trace.test)
     for model in dict.fromkeys((get_method(VANILLA), method)):
         model_options = options if model == method else options.for_baseline(model)
-        calibrated = calibrate_run(run, tuner, model, model_options.certificate)
+        calibrated = calibrate_run(run, tuner, model, model_options.certificate, options.answers.requested)
         policy = calibrated.fit_policy(costs, budget, model_options, plain)
         preds = calibrated.calibration.predict(trace.test)
         models[model.name] = (policy, evaluate(preds, labels=trace.test.labels, policy=policy, costs=costs))
         losses[model.name] = _test_loss(policy, preds, plain_preds, trace.test, options.risk)
         samples = calibrated.samples
-    chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes)
+    fitted = calibrated.fit_answers(policy, options.answers)
+    answers = None
+    if options.answers.requested:
+        budgets = sorted({*evenly_spaced_budgets(costs, _TRADE_OFF_BUDGETS), policy.budget or costs.values[-1]})
+        rows = calibrated.trade_off(costs, budgets, options, preds, trace.test, policy)
+        answers = AnswersEvaluation.of(fitted, preds, trace.test, policy, rows)
+    chosen = ChosenClassifier(calibrated.calibration, policy, trace.classes, fitted.sets, fitted.abstention)
     spent = policy.budget if budget is None else budget
     assert spent is not None  # a fitted policy has a budget
     for other in against:
@@ -316,7 +421,7 @@ def evaluate_run(
         notes += _note_loss(losses[method.name], points, options)
     else:
         notes += _note_cost(*models[method.name], budget, options)
-    evaluation = RunEvaluation(method.name, spent, costs.unit, models, samples, tuple(notes), max_loss)
+    evaluation = RunEvaluation(method.name, spent, costs.unit, models, samples, tuple(notes), max_loss, answers)
     run.choose(chosen)
     run.add_results(evaluation=evaluation.to_dict())
     return evaluation

@@ -18,6 +18,14 @@ from exitwise.policies.controller import BudgetController
 from exitwise.runtime.engine import Answer
 
 FIELDS = ("image", "predicted", "label", "confidence", "exit", "cost", "error")
+SET_FIELDS = ("set", "set_labels")  # of a classifier with prediction sets: classes and their names
+ABSTAINED = "abstained"  # of a classifier with an abstention
+
+
+def row_fields(sets: object, abstention: object, probs: bool = False) -> list[str]:
+    """Return the fields of the rows of a classifier with these sets and this abstention, None without."""
+    extras = [*(SET_FIELDS if sets is not None else ()), *([ABSTAINED] if abstention is not None else [])]
+    return [*FIELDS, *extras, *(["probs"] if probs else [])]
 
 
 class StreamClassifier(Protocol):
@@ -81,7 +89,7 @@ def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError
 
 @dataclass
 class Summary:
-    """Counts of images, errors and exits, and the total cost; `former` are rows of the call that is resumed."""
+    """Counts of images, errors, exits and abstentions, and the total cost; `former` are rows of a resumed call."""
 
     images: int = 0
     errors: int = 0
@@ -89,6 +97,7 @@ class Summary:
     exits: Counter[int] = field(default_factory=Counter)
     former: int = 0
     former_errors: int = 0
+    abstained: int | None = None  # None if the classifier answers all images
 
     @property
     def all_failed(self) -> bool:
@@ -103,6 +112,8 @@ class Summary:
         elif answer.exit is not None and answer.cost is not None:
             self.cost += answer.cost
             self.exits[answer.exit] += 1
+            if answer.abstained is not None:
+                self.abstained = (self.abstained or 0) + answer.abstained
 
     @property
     def mean_cost(self) -> float | None:
@@ -119,8 +130,9 @@ def predict(
     summary: Summary,
     probs: bool = False,
     controller: BudgetController | None = None,
+    fields: Sequence[str] = FIELDS,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per image, in input order, and keep `summary` up to date."""
+    """Yield one row per image, in input order, and keep `summary` up to date; `fields` are those of `row_fields`."""
     waiting: deque[str] = deque()  # names whose answers have not come yet: as many as the stream holds
 
     def images() -> Iterator[Array | InputError]:
@@ -131,6 +143,12 @@ def predict(
     for answer in classifier.stream(images(), batch_size, controller=controller):
         summary.add(answer)
         row = _row(waiting.popleft(), answer, classes)
+        if "set" in fields:
+            row["set"] = None if answer.set is None else list(answer.set)
+            named = answer.set is not None and classes is not None
+            row["set_labels"] = [classes[c] for c in answer.set or ()] if named and classes else None
+        if ABSTAINED in fields:
+            row[ABSTAINED] = answer.abstained
         if probs:
             row["probs"] = None if answer.probs is None else np.round(answer.probs.astype(float), 7).tolist()
         yield row

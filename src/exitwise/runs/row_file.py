@@ -62,7 +62,7 @@ class Csv:
         return self._line(fields)
 
     def row(self, row: Mapping[str, Any]) -> bytes:
-        return self._line(["" if value is None else self.cell(value) for value in row.values()])
+        return self._line(["" if value is None else self.cell(_to_text(value)) for value in row.values()])
 
     def cell(self, value: Any) -> Any:
         """Return the content of the cell for a value: the value, or a guarded text."""
@@ -89,6 +89,11 @@ class Csv:
         if len(values) != len(fields):
             raise ValueError
         return dict(zip(fields, values, strict=True))
+
+
+def _to_text(value: Any) -> Any:
+    """Return a list and a truth value as JSON, any other value unchanged."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | bool) else value
 
 
 class Jsonl:

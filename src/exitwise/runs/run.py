@@ -62,7 +62,7 @@ class Run:
         words = ["exitwise", name, str(self.directory), *options]
         net = self.metadata["model"].get("net")
         if isinstance(net, str) and name in ("collect", "train", "bench", "export", "predict"):
-            words += ["--net", net]
+            words += [word for name in net.split(",") for word in ("--net", name)]
         return shlex.join(words)
 
     def search_command(self, method: Method) -> str:

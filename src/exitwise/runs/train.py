@@ -74,14 +74,14 @@ def train_new_run(
     recipe = make_recipe(options, dataset.recipe)
     seed = options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
-    preset = None if net_options.net else net_options.model or dataset.model
+    preset = None if net_options.function else net_options.model or dataset.model
     size = net_input_size(preset)
     fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
     held_out, splits, metadata = load_new_data(source, size)
     if options.batch_size is None:
         recipe = _fit_batch_size(recipe, len(splits.train), fabric.world_size * (execution.accumulate or 1))
     with temporary_seed(seed):
-        net = build_net(preset, net_options.net, splits.train.shape, len(splits.train.classes))
+        net = build_net(preset, net_options.function, splits.train.shape, len(splits.train.classes))
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if options.compile is None else options.compile
     as_batch_source(splits.train, recipe, seed)  # fails for a batch size larger than the training set
@@ -96,7 +96,7 @@ def train_new_run(
         images=_digest(splits.train),
     )
     trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
-    described = run_metadata(net.spec or {"net": net_options.net}, metadata, spec.to_dict())
+    described = run_metadata(net.spec or {"net": net_options.function}, metadata, spec.to_dict())
     run_on_rank_zero(lambda: _create_run(directory, force, described, held_out))
     try:
         return _run_training(trainer, execution, callback)
@@ -151,7 +151,7 @@ def resume_run(
     _check_same_options(run, net_options, options, spec)
     fabric = _machine(machine, execution, spec.precision).fabric()
     with temporary_seed(spec.seed):
-        net = rebuild_net(run, net_options.net)
+        net = rebuild_net(run, net_options.function)
     splits = load_splits(run, root)
     classes = len(splits.train.classes)
     if classes != net.num_classes:

@@ -33,14 +33,14 @@ def train_heads_of_new_run(
     callback: TrainingCallback,
 ) -> History:
     """Create a run whose heads are trained on a frozen backbone; the run appears when the training is complete."""
-    if options.attach is not None and net_options.net is not None:
+    if options.attach is not None and net_options.function is not None:
         raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
     if options.exits is not None and options.attach != "auto":
         raise InputError("--exits is for --attach auto")
     dataset = data.get_dataset(str(source.data))
     recipe, seed = _make_recipe(options), options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
-    preset = None if net_options.net else net_options.model or dataset.model
+    preset = None if net_options.function else net_options.model or dataset.model
     size = net_input_size(preset)
     if preset and options.weights is None:
         raise InputError(f"train-heads needs a trained {preset}: give its weights with --weights")
@@ -50,7 +50,7 @@ def train_heads_of_new_run(
     with atomic_directory(directory, force) as new:
         held_out, splits, metadata = load_new_data(source, size)
         with temporary_seed(seed):
-            net = build_net(preset, net_options.net, splits.train.shape, len(splits.train.classes))
+            net = build_net(preset, net_options.function, splits.train.shape, len(splits.train.classes))
         if options.weights is not None:
             load_checkpoint(net, options.weights)
         if options.attach is not None:
@@ -72,7 +72,7 @@ def train_heads_of_new_run(
             "seed": seed,
             "threads": torch.get_num_threads(),
         }
-        write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.net}, metadata, training))
+        write_json(new / "run.json", run_metadata(net.spec or {"net": net_options.function}, metadata, training))
         held_out.save(new / "split.safetensors")
         save_checkpoint(net, new / "net.safetensors")
         history.save(new / "history.csv")

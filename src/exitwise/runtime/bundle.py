@@ -12,7 +12,9 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.files import read_json, write_json
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.policies.abstention import Abstention
 from exitwise.policies.policy import Policy
+from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for
 
 FORMAT, VERSION = "exitwise.bundle", 2
 MANIFEST = "manifest.json"
@@ -89,6 +91,8 @@ class Manifest:
     preprocessing: Preprocessing | None
     method: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    sets: PredictionSets | None = None
+    abstention: Abstention | None = None
 
     def __post_init__(self) -> None:
         check_integer("num_classes", self.num_classes, minimum=1)
@@ -97,6 +101,9 @@ class Manifest:
         counts = (len(self.graphs), len(self.policy.thresholds), len(self.costs))
         if len(set(counts)) != 1 or not self.graphs:
             raise InputError("graphs, thresholds and costs must be one per exit, but are {}, {} and {}".format(*counts))
+        for fitted in (self.sets, self.abstention):
+            if fitted is not None:
+                check_fitted_for(fitted, self.policy, self.num_classes)
         if self.policy.unit != self.costs.unit:
             raise InputError(f"its policy is in {self.policy.unit}, but its costs are in {self.costs.unit}")
         if self.classes is not None and len(self.classes) != self.num_classes:
@@ -176,6 +183,9 @@ class Manifest:
             "method": self.method,
             "versions": dict(self.versions),
         }
+        for name in ("sets", "abstention"):  # absent if there are none, as in former bundles
+            if (fitted := getattr(self, name)) is not None:
+                data[name] = fitted.to_dict()
         write_json(folder / MANIFEST, data)
 
     @classmethod
@@ -193,6 +203,7 @@ class Manifest:
             raise InputError(f"{path} has opset {data.get('opset')!r}, but this exitwise runs opset {OPSET}")
         try:
             preprocessing, classes = data["preprocessing"], data["classes"]
+            sets, abstention = data.get("sets"), data.get("abstention")
             return cls(
                 graphs=tuple(StageGraphInfo(**graph) for graph in data["graphs"]),
                 memory=data["memory"],
@@ -204,6 +215,8 @@ class Manifest:
                 preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
                 method=str(data["method"]),
                 versions={str(key): str(value) for key, value in data["versions"].items()},
+                sets=None if sets is None else PredictionSets.from_dict(sets),
+                abstention=None if abstention is None else Abstention.from_dict(abstention),
             )
         except KeyError as error:
             raise InputError(f"{path} lacks {error.args[0]!r}") from None

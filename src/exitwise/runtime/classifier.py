@@ -16,13 +16,16 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.models.cascade import Cascade
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import check_state_dict, load_state, restore_on_error
+from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
+from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for
 from exitwise.runtime import engine, folding
-from exitwise.runtime.engine import Answer, Prediction
+from exitwise.runtime.engine import Answer, AnswerRules, Prediction
 from exitwise.runtime.exit_modules import runtime_exits
 from exitwise.runtime.export import export
 from exitwise.runtime.torch_backend import SharedEvalMode, TorchBackend
@@ -45,8 +48,10 @@ class Classifier(nn.Module):
         costs: Cumulative cost (K,) of each exit, in the policy's unit. By default those of the policy, or MACs counted
             on the first call if it has none.
         classes: Names of the c classes.
-        preprocessing: Normalization of bytes; without it, images must be floats.
+        preprocessing: Normalization of bytes; without it, images must be floats [default: that of a cascade].
         check_range: Refuse floats that are plainly not normalized, if there is a `preprocessing`.
+        sets: Prediction sets from `ew.fit_sets` with this policy: predictions then have `sets`.
+        abstention: Abstention from `ew.fit_abstention` with this policy: predictions then have `abstained`.
 
     Raises:
         InputError: If the calibration was made for other last layers, or arguments do not fit the net.
@@ -73,6 +78,8 @@ class Classifier(nn.Module):
         classes: Sequence[str] | None = None,
         preprocessing: Preprocessing | None = None,
         check_range: bool = True,
+        sets: PredictionSets | None = None,
+        abstention: Abstention | None = None,
     ) -> None:
         super().__init__()
         arguments: tuple[tuple[str, Any, type], ...] = (
@@ -88,10 +95,23 @@ class Classifier(nn.Module):
             raise InputError(
                 f"`policy` must have {len(net.stages)} thresholds, one per exit, but has {len(policy.thresholds)}"
             )
+        extras: tuple[tuple[str, Any, type], ...] = (
+            ("sets", sets, PredictionSets),
+            ("abstention", abstention, Abstention),
+        )
+        for name, value, expected in extras:
+            if value is not None and not isinstance(value, expected):
+                raise InputError(f"`{name}` must be {expected.__name__} or None, but got {type(value).__name__}")
+            if value is not None:
+                check_fitted_for(value, policy, net.num_classes)
         if policy.score == "variance" and not calibration.method.has_variance:
             raise InputError(f"a policy on the variance {NEEDS_DRAWS}")
+        if classes is None and isinstance(net, Cascade):
+            classes = net.classes
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
+        if preprocessing is None and isinstance(net, Cascade):
+            preprocessing = net.preprocessing
         if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
             raise InputError(f"`preprocessing` must be a Preprocessing, but got {type(preprocessing).__name__}")
         self.net = net
@@ -99,6 +119,8 @@ class Classifier(nn.Module):
         self.exits.to(next(net.parameters()).device)
         self.calibration = calibration
         self.policy = policy
+        self.sets = sets
+        self.abstention = abstention
         self.classes = None if classes is None else tuple(classes)
         self.preprocessing = preprocessing
         self.check_range = check_bool("check_range", check_range)
@@ -111,8 +133,13 @@ class Classifier(nn.Module):
     def forward(self, images: Any) -> Prediction:
         """Run images (n, ...) stage by stage until all samples have exited; the result is on the CPU."""
         arrays = engine.classify(self.backend(), self.policy, images)
+        extras = self._answer_rules().apply(arrays[0], arrays[2])
+        sets, abstained = (None if array is None else torch.from_numpy(array) for array in extras)
         probs, predicted, exits, costs = map(torch.from_numpy, arrays)
-        return Prediction(probs, predicted, exits, costs, self.policy.unit)
+        return Prediction(probs, predicted, exits, costs, self.policy.unit, sets, abstained)
+
+    def _answer_rules(self) -> AnswerRules:
+        return AnswerRules(self.sets, self.abstention)
 
     def stream(
         self,
@@ -133,9 +160,12 @@ class Classifier(nn.Module):
             window: Maximum number of images that are read but not answered, which bounds the memory; 64 full batches
                 by default.
             pooled: Whether later stages wait for full batches; otherwise every batch runs to its end.
-            controller: Keeps the stream at its budget, batch by batch and without pooling.
+            controller: Keeps the stream at its budget, batch by batch and without pooling. It moves thresholds, so
+                that coverage and risk of fitted sets and abstentions are no longer guaranteed.
         """
-        return engine.stream(self.backend(), self.policy, images, batch_size, window, pooled, controller)
+        return engine.stream(
+            self.backend(), self.policy, images, batch_size, window, pooled, controller, self._answer_rules()
+        )
 
     def backend(self) -> TorchBackend:
         """Return a new backend for the engine, for one call."""
@@ -184,6 +214,8 @@ class Classifier(nn.Module):
             "classes": None if self.classes is None else list(self.classes),
             "preprocessing": None if self.preprocessing is None else self.preprocessing.to_dict(),
             "optimized": self.optimized,
+            "sets": None if self.sets is None else self.sets.to_dict(),
+            "abstention": None if self.abstention is None else self.abstention.to_dict(),
         }
         tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
 
@@ -219,6 +251,7 @@ class Classifier(nn.Module):
         net = folding.optimize_for_cpu(net) if optimized else net
         weights = check_state_dict(net, weights, "its net")
         preprocessing = metadata["preprocessing"]
+        sets, abstention = metadata.get("sets"), metadata.get("abstention")  # former files have neither
         with restore_on_error(net):  # the net is the user's: it keeps its weights if anything does not fit
             load_state(net, weights, "its net")
             classifier = cls(
@@ -228,6 +261,8 @@ class Classifier(nn.Module):
                 costs=None if metadata["costs"] is None else Costs(metadata["costs"], policy.unit),
                 classes=_check_classes(metadata["classes"]),
                 preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+                sets=None if sets is None else PredictionSets.from_dict(sets),
+                abstention=None if abstention is None else Abstention.from_dict(abstention),
             )
         classifier.optimized = optimized
         return classifier

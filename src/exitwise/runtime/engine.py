@@ -14,8 +14,10 @@ import numpy as np
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
+from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
+from exitwise.policies.prediction_sets import PredictionSets
 from exitwise.policies.scores import ScoreState
 
 if TYPE_CHECKING:
@@ -149,6 +151,19 @@ def classify(backend: Backend[State], policy: Policy, images: Any) -> tuple[Arra
     return probs, probs.argmax(axis=1), exits, np.asarray(backend.costs)[exits]
 
 
+@dataclass(frozen=True)
+class AnswerRules:
+    """Prediction sets and abstention that are applied to predictions; None for what is not fitted."""
+
+    sets: PredictionSets | None = None
+    abstention: Abstention | None = None
+
+    def apply(self, probs: Array, exits: Array) -> tuple[Array | None, Array | None]:
+        """Return the sets (n, c) and whether the classifier abstains (n,), from probabilities (n, c) and exits (n,)."""
+        masks = None if self.sets is None else self.sets.masks(probs, exits)
+        return masks, None if self.abstention is None else self.abstention.mask(probs, exits)
+
+
 def _describe_non_finite(exit: int) -> str:
     return f"exit {exit} gives probabilities that are not finite"
 
@@ -163,6 +178,8 @@ class Prediction:
         exits: The exit (n,) that each image took, from 0 to K - 1.
         costs: The cost (n,) of that exit, in `unit`.
         unit: The unit of `costs`, "MACs" or "ms".
+        sets: Whether each class is in the prediction set of each image (n, c); None without fitted sets.
+        abstained: Whether the classifier abstains from each image (n,); None without a fitted abstention.
 
     Example:
         >>> import exitwise as ew
@@ -177,6 +194,8 @@ class Prediction:
     exits: Any
     costs: Any
     unit: str = "MACs"
+    sets: Any = None
+    abstained: Any = None
 
     @property
     def labels(self) -> Any:
@@ -207,10 +226,23 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, with nested lists in place of arrays."""
         arrays = {name: getattr(self, name).tolist() for name in ("probs", "predicted", "exits", "costs")}
-        return {**arrays, "unit": self.unit}
+        return {**arrays, "unit": self.unit, **self._extras()}
+
+    def _extras(self) -> dict[str, Any]:
+        """Return the sets as lists of classes, the most probable first, and abstentions, if there are any."""
+        extras: dict[str, Any] = {}
+        if self.sets is not None:
+            rows = zip(np.asarray(self.sets), np.asarray(self.probs), strict=True)
+            extras["sets"] = [list(set_classes(mask, probs)) for mask, probs in rows]
+        if self.abstained is not None:
+            extras["abstained"] = self.abstained.tolist()
+        return extras
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a DataFrame with a row per image: predicted, confidence, exit and cost. Needs pandas."""
+        """Return a DataFrame with a row per image: predicted, confidence, exit and cost. Needs pandas.
+
+        Prediction sets and abstentions are the columns `sets` and `abstained`, if there are any.
+        """
         import pandas
 
         return pandas.DataFrame(
@@ -219,8 +251,15 @@ class Prediction:
                 "confidence": np.asarray(self.probs).max(axis=1, initial=0),
                 "exit": np.asarray(self.exits),
                 "cost": np.asarray(self.costs),
+                **self._extras(),
             }
         )
+
+
+def set_classes(mask: Array, probs: Array) -> tuple[int, ...]:
+    """Return the classes of one prediction set, the most probable first, from its mask (c,) and probabilities (c,)."""
+    classes = np.flatnonzero(mask)
+    return tuple(classes[np.argsort(-probs[classes], kind="stable")].tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +272,8 @@ class Answer:
         exit: The exit that the image took, or at which it failed; None if it was refused before the first stage.
         cost: The cost of that exit, None if `exit` is None.
         error: One line that describes why the image has no prediction, None if it has one.
+        set: Classes of the prediction set, the most probable first; None without fitted sets.
+        abstained: Whether the classifier abstains; None without a fitted abstention.
 
     Example:
         >>> import exitwise as ew
@@ -247,6 +288,8 @@ class Answer:
     exit: int | None = None
     cost: float | None = None
     error: str | None = None
+    set: tuple[int, ...] | None = None
+    abstained: bool | None = None
 
     @property
     def predicted(self) -> int | None:
@@ -321,6 +364,7 @@ def stream(
     window: int | None = None,
     pooled: bool = True,
     controller: BudgetController | None = None,
+    rules: AnswerRules | None = None,
 ) -> Iterator[Answer]:
     """Yield an answer per image, in order; images are read one by one and run in batches of `batch_size`.
 
@@ -338,12 +382,14 @@ def stream(
         pooled: Whether later stages wait for full batches; otherwise every batch runs to its end.
         controller: Replaces `policy` with its own before every stage, and learns the costs of the answers. Every
             batch then runs to its end, because the controller must know the cost of all earlier batches.
+        rules: Prediction sets and abstention of the answers.
     """
     check_integer("batch_size", batch_size, minimum=1)
+    rules = rules or AnswerRules()
     pool_size = max(batch_size, _MIN_POOL_SIZE)
     window = _WINDOW_POOLS * pool_size if window is None else check_integer("window", window, minimum=1)
     if controller is None:
-        return _stream(backend, lambda: policy, images, batch_size, window, pooled)
+        return _stream(backend, lambda: policy, images, batch_size, window, pooled, rules)
     if not isinstance(controller, BudgetController):
         raise InputError(f"`controller` must be a BudgetController, but got {type(controller).__name__}")
     base = controller.base_policy
@@ -359,7 +405,7 @@ def stream(
         controller.update(np.array([answer.exit for answer in classified], dtype=np.int64), confidences)
 
     return _stream(
-        backend, lambda: controller.policy, images, batch_size, window, pooled=False, on_answers=update_controller
+        backend, lambda: controller.policy, images, batch_size, window, False, rules, on_answers=update_controller
     )
 
 
@@ -370,6 +416,7 @@ def _stream(
     batch_size: int,
     window: int,
     pooled: bool,
+    rules: AnswerRules,
     on_answers: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> Iterator[Answer]:
     """Yield the answers of `stream`.
@@ -397,8 +444,17 @@ def _stream(
             for row in np.arange(len(samples))[:, None]:
                 advance(exit, backend.take(state, row), samples.take(row))
             return
-        for index, probs, non_finite in zip(exited.ids.tolist(), exited.probs, exited.non_finite, strict=True):
-            outcome = {"error": _describe_non_finite(exit)} if non_finite else {"probs": probs}
+        masks, abstained = rules.apply(exited.probs, np.full(len(exited.ids), exit))
+        for row, (index, probs, non_finite) in enumerate(
+            zip(exited.ids.tolist(), exited.probs, exited.non_finite, strict=True)
+        ):
+            outcome: dict[str, Any] = {"error": _describe_non_finite(exit)}
+            if not non_finite:
+                outcome = {
+                    "probs": probs,
+                    "set": None if masks is None else set_classes(masks[row], probs),
+                    "abstained": None if abstained is None else bool(abstained[row]),
+                }
             answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **outcome))
         if len(samples):
             pools[exit + 1].add(state, samples)

@@ -24,7 +24,9 @@ from exitwise.core.files import atomic_directory
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
+from exitwise.policies.abstention import Abstention
 from exitwise.policies.policy import Policy
+from exitwise.policies.prediction_sets import PredictionSets
 from exitwise.runtime import folding
 from exitwise.runtime.bundle import (
     DRAWN,
@@ -50,6 +52,8 @@ class Exportable(Protocol):
     policy: Policy
     classes: tuple[str, ...] | None
     preprocessing: Preprocessing | None
+    sets: PredictionSets | None
+    abstention: Abstention | None
 
     def costs_of(self, images: Any) -> Costs: ...
 
@@ -117,6 +121,8 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
                 "onnx": version("onnx"),
                 "python": platform.python_version(),
             },
+            sets=classifier.sets,
+            abstention=classifier.abstention,
         ).save(folder)
 
 

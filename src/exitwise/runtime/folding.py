@@ -25,6 +25,7 @@ def fold_batch_norms(net: MultiExitNet) -> int:
     necks and, where these cannot be traced, the children of an `nn.Sequential`. Modules that cannot be traced stay
     unchanged, because they may use their children in any way.
     """
+    _separate_stages(net)
     uses = Counter(module for _, module in net.named_modules(remove_duplicate=False))
     num_folded = 0
     for root in (*net.stages, *(head.neck for head in net.exits)):
@@ -38,6 +39,19 @@ def fold_batch_norms(net: MultiExitNet) -> int:
                 _remove_submodule(module, norm_name)
                 num_folded += 1
     return num_folded
+
+
+def _separate_stages(net: MultiExitNet) -> None:
+    """Copy, in place, each stage that shares modules with an earlier one, as one network at two resolutions does.
+
+    A shared convolution could not be folded: another stage may use it without the BatchNorm.
+    """
+    seen: set[nn.Module] = set()
+    for k, stage in enumerate(net.stages):
+        modules = set(stage.modules())
+        if seen & modules:
+            net.stages[k] = copy.deepcopy(stage)
+        seen |= modules
 
 
 def _remove_submodule(module: nn.Module, name: str) -> None:

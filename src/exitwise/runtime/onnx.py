@@ -16,7 +16,7 @@ from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
 from exitwise.runtime import engine
 from exitwise.runtime.bundle import InputSpec, Manifest
-from exitwise.runtime.engine import Answer, Prediction
+from exitwise.runtime.engine import Answer, AnswerRules, Prediction
 from exitwise.runtime.external_data import has_external_data
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Session:
     Args:
         path: The folder of the bundle.
         threads: Number of onnxruntime's threads per call; all cores by default.
-        policy: Replaces the policy of the bundle, for another budget.
+        policy: Replaces the policy of the bundle, for another budget. Prediction sets and abstention of the bundle were
+            fitted for its own policy: with other thresholds, predictions have neither.
         check_range: Refuse floats that are plainly not normalized, if the bundle has a preprocessing.
 
     Raises:
@@ -57,6 +58,10 @@ class Session:
         folder = Path(path)
         self.manifest = Manifest.load(folder)
         self.policy = self._check_policy(policy) if policy is not None else self.manifest.policy
+        former = self.manifest.policy
+        same_exits = (self.policy.thresholds, self.policy.score) == (former.thresholds, former.score)
+        self.sets = self.manifest.sets if same_exits else None
+        self.abstention = self.manifest.abstention if same_exits else None
         self.costs = self.manifest.costs
         if policy is not None and policy.costs is not None:
             self.costs = Costs(policy.costs, policy.unit)
@@ -98,7 +103,12 @@ class Session:
 
     def __call__(self, images: Any) -> Prediction:
         """Run images (n, ...), or one RGB image (height, width, 3), stage by stage until all samples have exited."""
-        return Prediction(*engine.classify(OnnxBackend(self), self.policy, images), self.policy.unit)
+        arrays = engine.classify(OnnxBackend(self), self.policy, images)
+        sets, abstained = self._answer_rules().apply(arrays[0], arrays[2])
+        return Prediction(*arrays, self.policy.unit, sets, abstained)
+
+    def _answer_rules(self) -> AnswerRules:
+        return AnswerRules(self.sets, self.abstention)
 
     def stream(
         self,
@@ -109,7 +119,9 @@ class Session:
         controller: BudgetController | None = None,
     ) -> Iterator[Answer]:
         """Yield an `Answer` for each image, in order; arguments as in `Classifier.stream`."""
-        return engine.stream(OnnxBackend(self), self.policy, images, batch_size, window, pooled, controller)
+        return engine.stream(
+            OnnxBackend(self), self.policy, images, batch_size, window, pooled, controller, self._answer_rules()
+        )
 
     def __repr__(self) -> str:
         return f"Session({len(self._sessions)} exits, {self.manifest.num_classes} classes, {self.manifest.method!r})"

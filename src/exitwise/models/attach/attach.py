@@ -92,6 +92,28 @@ def attach(
     return net
 
 
+def split_classifier(module: nn.Module, example_inputs: Any) -> tuple[nn.Module, nn.Linear]:
+    """Split a classifier into a stage that computes its features (n, p), and its last linear layer.
+
+    Both share the module's layers, and together they reproduce its output, bit for bit.
+
+    Args:
+        module: The module in evaluation mode.
+        example_inputs: Inputs of the module for at least one sample.
+
+    Raises:
+        InputError: The module cannot be traced, does not end in a linear layer, or mixes the samples of a batch.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = ModuleInputs.of(example_inputs)
+        _check_inputs(inputs)
+        traced = trace_module(module, inputs, ())
+        cut = cut_module(module, traced, (), inputs, None)
+        net = MultiExitNet(cut.stages, [Head(nn.Identity(), cut.last)])
+        _check_stages(net, module, inputs, traced.exported)
+    return cut.stages[0], cut.last
+
+
 def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
     """Return the spec that rebuilds the net, or None unless the module is a preset and its heads are built in."""
     spec = module.spec if isinstance(module, MultiExitNet) else None
@@ -141,7 +163,7 @@ def _check_inputs(inputs: ModuleInputs) -> None:
 
 def _guess_input(module: nn.Module) -> Tensor:
     """Return an input of one sample that the module takes, guessed from its first layer."""
-    for candidate in _candidate_inputs(module):
+    for candidate in candidate_inputs(module):
         try:
             call_with_inputs(module, ModuleInputs.of(candidate))
         except InputError:
@@ -150,7 +172,8 @@ def _guess_input(module: nn.Module) -> Tensor:
     raise InputError("the module's inputs could not be guessed: pass `example_inputs`")
 
 
-def _candidate_inputs(module: nn.Module) -> list[Tensor]:
+def candidate_inputs(module: nn.Module) -> list[Tensor]:
+    """Return inputs of one sample that fit the first layer of a module; the module may refuse some or all of them."""
     first = next(
         (part for part in module.modules() if isinstance(part, nn.Conv2d | nn.Conv1d | nn.Linear | nn.Embedding)), None
     )

@@ -61,12 +61,15 @@ class CutModule:
 def cut_module(
     module: nn.Module, traced: TracedModule, at: Sequence[str], inputs: ModuleInputs, classes: int | None
 ) -> CutModule:
-    """Cut a module into stages that end after the submodules `at`, and one up to the features of its last layer."""
+    """Cut a module into stages that end after the submodules `at`, and one up to the features of its last layer.
+
+    Without names in `at`, that one is the only stage.
+    """
     graph = traced.module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     cuts = _sort_cuts([_find_cut(module, traced, name) for name in at], position)
     features, last = find_last_layer(module, traced, classes)
-    if position[cuts[-1].node] >= position[features]:
+    if cuts and position[cuts[-1].node] >= position[features]:
         raise InputError(
             f"`at` names {cuts[-1].name!r}, but only the last layer follows it: there is nothing to cut off"
         )

@@ -521,6 +521,61 @@ function costs() {
   update();
 }
 
+// Prediction sets and abstention
+
+function answers() {
+  const found = data.answers, { sets, abstention, unit } = found;
+  const chart = (title, series, xTitle, yTitle, describe) => {
+    let targets = [];
+    const node = figure(title, 260, (drawing, width, height) => {
+      const points = series.flatMap((each) => each.points);
+      const plot = axes(drawing, width, height, { x: range(points.map(([x]) => x), 0.02), y: range(points.map(([, y]) => y), 0.05), title: yTitle, xTitle, xFormat: short, yFormat: short });
+      targets = [];
+      for (const { kind, points } of series) {
+        if (points.length > 1) line(plot, points, kind);
+        points.forEach(([x, y]) => targets.push({ x: plot.sx(x), y: plot.sy(y), text: describe(x, y) }));
+      }
+    });
+    hoverable(node, () => targets);
+    return node;
+  };
+  const curve = chart("Errors among answered images", [{ kind: "ours", points: found.curve.answered.map((share, i) => [100 * share, 100 * found.curve.error[i]]) }],
+    "answered images, the most confident first, %", "errors among answered images, %", (x, y) => `${x.toFixed(1)} % answered\n${y.toFixed(2)} % of them wrong`);
+  const [size, unitName] = scaleOf(unit, Math.max(...found.trade_off.map((row) => row.cost), 0));
+  const withSets = found.trade_off.filter((row) => row.mean_size !== null);
+  const sizes = withSets.length ? chart("Size of prediction sets against cost", [{ kind: "ours", points: withSets.map((row) => [row.cost / size, row.mean_size]) }],
+    `mean cost per sample, ${unitName}`, "mean number of classes in a set", (x, y) => `${short(x)} ${unitName}\n${y.toFixed(2)} classes`) : null;
+  const groups = sets ? [["all", sets.test], ...sets.test.by_exit.map((group, k) => [`exit ${k + 1}`, group])] : [];
+  const promise = sets && { all: "", exit: " at every exit", class: " of every class" }[sets.per];
+  const tile = ({ point, exit, set }) => html("li", {}, html("button", { type: "button", class: "tile", onclick: () => pick(point) }, image(point), html("strong", {}, named(data.points.label[point])),
+    html("span", { class: set.includes(data.points.label[point]) ? "better" : "worse" }, set.slice(0, 4).flatMap((label, i) => [i ? ", " : "", named(label)]), set.length > 4 ? ` and ${set.length - 4} more` : ""), html("span", { class: "badge" }, `exit ${exit + 1}`)));
+  section("answers", "Answers", "When it is not sure",
+    paragraph(`If the least confident images are left unanswered, fewer of the answers are wrong. The area under the curve (AURC) is ${found.curve.aurc.toFixed(4)} at ${amount(found.budget, unit)}. `,
+      abstention ? `The run's classifier answers ${percent(abstention.test.answered)} of the test samples, and ${percent(abstention.test.error ?? 0, 2)} of these answers are wrong (${percent(abstention.test.error_all, 2)} if it answered all).` : "",
+      abstention && abstention.risk !== null ? ` On ${grouped(abstention.samples)} held-out samples it was certified that at most ${short(100 * abstention.risk)} % are wrong, with a probability of ${short(100 * (1 - abstention.delta))} %.` : ""),
+    html("div", { class: sizes ? "grid2" : "" }, curve, sizes),
+    sets ? paragraph(`A prediction set holds the true class with a probability of ${short(100 * sets.coverage)} %${promise}, for images like the ${grouped(sets.samples)} held-out samples that it was fitted on. On the test split, the class that is covered least is `, named(sets.test.lowest_class), `, with ${percent(sets.test.lowest_class_coverage)}.`) : null,
+    sets ? table("Prediction sets on the test split", ["samples of", "number", "coverage %", "mean size"], groups.map(([name, group]) => [name, grouped(group.samples), group.coverage === null ? "" : (100 * group.coverage).toFixed(2), group.mean_size === null ? "" : group.mean_size.toFixed(2)])) : null,
+    found.trade_off.length ? table("Cost, answered images and errors among them, %", ["budget", "mean cost", ...found.shares.map((share) => `${100 * share} % answered`)], found.trade_off.map((row) => [amount(row.budget, unit), amount(row.cost, unit), ...row.error.map((error) => error === null ? "" : (100 * error).toFixed(2))])) : null,
+    sets ? [html("h3", {}, "Sets of some test samples"), html("ul", { class: "tiles", id: "tiles-sets" }, sets.examples.map(tile))] : null);
+}
+
+// Cascades
+
+function cascades() {
+  const found = data.cascades;
+  if (!found) return;
+  const interval = ([low, high]) => `${metric("top1", low)} to ${metric("top1", high)}`;
+  const cells = (row) => [row.networks.join(" > "), amount(row.cost, found.unit), row.milliseconds === null ? "" : short(row.milliseconds), metric("top1", row.top1), interval(row.interval), metric("nlpd", row.nlpd), metric("ece", row.ece)];
+  const head = ["networks", "cost", "ms", "top-1 %", "95 %", "NLPD", "ECE"];
+  const best = found.budgets.flatMap((budget, i) => found.best[i] ? [[amount(budget, found.unit), ...cells(found.best[i]), found.best[i].gain === null ? "" : signed("top1", found.best[i].gain)]] : []);
+  section("cascades", "Cascades", "Chains of networks",
+    paragraph(`Every chain of up to three networks in every order, cross-fitted on ${grouped(found.samples)} validation images. The gain is against the best network alone within the budget. The best of many chains looks better than it is: choosing in every fold by the others, top-1 is ${found.chosen_top1.map((value) => value === null ? "undefined" : metric("top1", value)).join(", ")} % at these budgets.`),
+    table("Best networks at every budget", ["budget", ...head, "gain"], best),
+    table("No other is better and cheaper, in MACs", head, found.front.map(cells)),
+    found.front_milliseconds ? table("No other is better and cheaper, in measured milliseconds", head, found.front_milliseconds.map(cells)) : "");
+}
+
 // Training
 
 function training() {
@@ -612,7 +667,7 @@ byId("title").textContent = `${data.net.name} on ${data.net.data}`;
 byId("run").textContent = `exitwise report on the run ${data.net.run}`;
 if (data.images && data.images.side < 24) document.documentElement.dataset.pixels = "large";
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && state.point !== null) { state.point = null; showDetail(); state.repaintPoints(); } });
-const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, tables, costs, training, provenance] : [training, provenance];
+const sectionBuilders = data.explorers ? [headline, ...(hasEarlyExits || data.other_runs.length ? [explore] : []), uncertainty, galleries, calibration, answers, tables, cascades, costs, training, provenance] : [training, provenance];
 if (data.explorers) {
   state.step = data.explorers[0].chosen;
   sectionBuilders.splice(sectionBuilders.indexOf(uncertainty), 0, budget);

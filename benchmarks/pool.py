@@ -1,0 +1,141 @@
+"""Time and memory of the pool, the learned score and the default method.
+
+usage: pool.py [--small] [--out FILE]
+
+On the shipped trace, on one thread: fitting the pool, the learned score and `method="auto"` beside a forward pass of
+the zoo's net over as many images, in turn; the learned score of single images in the runtime, beside confidence. In a
+process of its own: peak memory of all of it with 50,000 samples, 1,000 classes and 5 exits. Run it alone on the
+machine. `--small` checks the benchmark itself; its figures mean nothing.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from record import options, record, seconds
+
+import exitwise as ew
+from exitwise.calibration.trace import HeadWeights, Split
+from exitwise.runs.machine_load import measure_load
+
+MEMORY = {"samples": 50_000, "classes": 1000, "exits": 5, "features": 256}
+SMALL = {"samples": 300, "classes": 5, "exits": 3, "features": 16}
+
+
+def compare(samples: int, repeats: int) -> dict[str, float]:
+    """Median time of every fit as a share of a forward pass over as many images."""
+    torch.set_num_threads(1)
+    net = ew.load_net(ew.zoo.path("net.safetensors"))
+    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+    images = torch.randn(samples, 3, 32, 32)
+    pool = ew.calibrate(trace, "Pool")
+    preds, labels = pool.predict(trace.val), trace.val.labels
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for part in images.split(64):
+            net(part)
+
+    steps = {
+        "Pool": lambda: ew.calibrate(trace, "Pool"),
+        "learned score": lambda: ew.fit_policy(preds, labels, trace.costs, budget=2e7, score="learned"),
+        "confidence": lambda: ew.fit_policy(preds, labels, trace.costs, budget=2e7),
+        "auto": lambda: ew.calibrate(trace),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        whole = seconds(forward) * len(trace.val) / samples
+        for name, step in steps.items():
+            ratios[name].append(seconds(step) / whole)
+    return {name: median(values) for name, values in ratios.items()}
+
+
+def compare_answers(count: int, repeats: int) -> dict[str, float]:
+    """Median time of answers by the learned score as a multiple of those by confidence, if all images go to the end."""
+    net = ew.load_net(ew.zoo.path("net.safetensors"))
+    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
+    cal = ew.calibrate(trace, "Pool")
+    found = {}
+    policies = {
+        score: ew.fit_policy(cal.predict(trace.val), trace.val.labels, trace.costs, budget=2e7, score=score)
+        for score in ("confidence", "learned")
+    }
+    never = (*(float("inf") for _ in trace.costs.values[1:]), float("-inf"))
+    runtimes = {
+        score: ew.Classifier(net, cal, policy.with_thresholds(never)).optimize() for score, policy in policies.items()
+    }
+    images = torch.randn(count, 3, 32, 32)
+    for size in (1, 64):
+        batches = images[: max(size, count if size > 1 else count // 4)].split(size)
+        ratios = []
+        for repeat in range(repeats + 1):
+            times = {
+                score: seconds(lambda run=run, batches=batches: [run(x) for x in batches])
+                for score, run in runtimes.items()
+            }
+            if repeat:  # the first warms up
+                ratios.append(times["learned"] / times["confidence"])
+        found[f"batches of {size}"] = median(ratios)
+    return found
+
+
+def measure_memory(samples: int, classes: int, exits: int, features: int) -> dict[str, float]:
+    """Peak memory after every step, with random features that classes can be told from."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (samples,), generator=generator)
+    all_features, heads = [], []
+    for _ in range(exits):
+        centers = torch.randn(classes, features, generator=generator)
+        all_features.append((centers[labels] + 2 * torch.randn(samples, features, generator=generator)).relu_())
+        heads.append(HeadWeights(centers * (14 / features), torch.zeros(classes)))
+    costs = ew.Costs(tuple(float(k + 1) for k in range(exits)))
+    trace = ew.Trace(Split(tuple(all_features), labels), None, tuple(heads), (), costs)
+    found: dict[str, float] = {}
+
+    def add(name: str, start: float) -> None:
+        found[f"{name}, peak GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        found[f"{name}, CPU seconds"] = time.process_time() - start
+
+    add("trace", time.process_time())
+    start = time.process_time()
+    cal = ew.calibrate(trace, "Pool")
+    add("Pool", start)
+    start = time.process_time()
+    ew.fit_policy(cal.predict(trace.val), labels, costs, budget=float(exits) / 2, score="auto")
+    add("policy, score chosen", start)
+    start = time.process_time()
+    ew.calibrate(trace)
+    add("auto", start)
+    return found
+
+
+def main() -> None:
+    parser = options(__doc__, "pool.json")
+    parser.add_argument("--memory", help="measure the memory of this case, JSON, and print it")
+    given = parser.parse_args()
+    if given.memory:
+        print(json.dumps(measure_memory(**json.loads(given.memory))))
+        return
+    case = SMALL if given.small else MEMORY
+    command = [sys.executable, str(Path(__file__)), "--memory", json.dumps(case)]
+    load = measure_load()
+    fits = compare(*((64, 1) if given.small else (1000, 5)))
+    answers = compare_answers(*((64, 1) if given.small else (512, 7)))
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    measured: dict[str, Any] = {
+        "fit / forward pass over the validation images": fits,
+        "answers by the learned score / by confidence, no early exits": answers,
+        "memory": {**case, **json.loads(done.stdout)},
+    }
+    record(given.out, {"command": "benchmarks/pool.py", "threads": 1, "load": load, "measured": measured})
+
+
+if __name__ == "__main__":
+    main()
