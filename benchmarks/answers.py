@@ -3,8 +3,9 @@
 usage: answers.py [--small] [--out FILE]
 
 The zoo's net runs over random images. Sets and an abstention are fitted on as many of its validation samples, and the
-classifier answers in batches of 1 and 64, in PyTorch and in ONNX, with and without them, in turn, on one thread. Run it
-alone on the machine. `--small` checks the benchmark itself; its figures mean nothing.
+classifier answers in batches of 1 and 64, in PyTorch and in ONNX, in turn with the computation of sets and abstention
+for its answers, on one thread. Run it alone on the machine. `--small` checks the benchmark itself; its figures mean
+nothing.
 """
 
 import tempfile
@@ -19,6 +20,8 @@ from record import options, record, seconds
 
 import exitwise as ew
 from exitwise.runs.machine_load import measure_load
+from exitwise.runtime.engine import AnswerRules
+from exitwise.runtime.onnx import Session
 
 COUNTS = {1: 100, 64: 512}  # images per round by batch size
 
@@ -55,29 +58,26 @@ def main() -> None:
         "abstention, risk": lambda: ew.fit_abstention(probs, labels, policy=policy, risk=0.6, held_out=True),
     }
     measured: dict[str, Any] = {"fit / forward pass": ratios({"forward": forward, **fits}, repeats)}
-    for score in ("thr", "raps"):
-        answers = {
-            "sets": ew.fit_sets(probs, labels, policy=policy, coverage=0.5, score=score),
-            "abstention": ew.fit_abstention(probs, policy=policy, share=0.1),
-        }
-        plain, full = ew.Classifier(net, cal, policy), ew.Classifier(net, cal, policy, **answers)
-        with tempfile.TemporaryDirectory() as folder:
-            for name, clf in (("plain", plain), ("full", full)):
-                clf.export(Path(folder) / name)
-            sessions = {name: ew.Session(Path(folder) / name, threads=1) for name in ("plain", "full")}
-            for size, count in COUNTS.items():
-                batches = images[:count].split(size)[: 2 if given.small else None]
-                arrays = [batch.numpy() for batch in batches]
-                for runtime, first, second, inputs in (
-                    ("torch", plain, full, batches),
-                    ("ONNX", sessions["plain"], sessions["full"], arrays),
-                ):
-                    steps = {
-                        "without": lambda run=first, inputs=inputs: [run(x) for x in inputs],
-                        "with": lambda run=second, inputs=inputs: [run(x) for x in inputs],
-                    }
-                    key = f"answers with / without, {score}, {runtime}, batch {size}"
-                    measured[key] = ratios(steps, repeats)["with"]
+    clf = ew.Classifier(net, cal, policy)
+    abstention = ew.fit_abstention(probs, policy=policy, share=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        clf.export(Path(folder) / "bundle")
+        session = Session(Path(folder) / "bundle", threads=1)
+        for size, count in COUNTS.items():
+            batches = images[:count].split(size)[: 2 if given.small else None]
+            arrays = [batch.numpy() for batch in batches]
+            preds = [session(x) for x in arrays]
+            for runtime, run, inputs in (("torch", clf, batches), ("ONNX", session, arrays)):
+                steps: dict[str, Callable[[], Any]] = {
+                    "answers": lambda run=run, inputs=inputs: [run(x) for x in inputs]  # type: ignore[misc]
+                }
+                for score in ("thr", "raps"):
+                    sets = ew.fit_sets(probs, labels, policy=policy, coverage=0.5, score=score)
+                    rules = AnswerRules(sets, abstention)
+                    steps[score] = lambda rules=rules, preds=preds: [rules.apply(p.probs, p.exits) for p in preds]  # type: ignore[misc]
+                measured[f"sets and abstention / answers without them, {runtime}, batch {size}"] = ratios(
+                    steps, repeats
+                )
     record(
         given.out,
         {"command": "benchmarks/answers.py", "threads": 1, "load": load, "samples": samples, "measured": measured},

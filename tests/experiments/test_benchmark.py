@@ -80,4 +80,4 @@ def test_the_cascades_benchmark_measures_everything(tmp_path: Path) -> None:
 def test_the_answers_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("answers.py", tmp_path)["measured"]
     assert len(found.pop("fit / forward pass")) == 6
-    assert len(found) == 8
+    assert len(found) == 4
