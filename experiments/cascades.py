@@ -5,7 +5,7 @@ usage: cascades.py --images DIR --nets DIR --cache DIR [--splits 10]
 DIR of --images has a folder of PNG files per class (10,000 test images of CIFAR-10), DIR of --nets the weights of two
 public ResNets. Every network runs once over all images; its trace is kept in --cache. Each of ten splits has 5,000
 images for calibration and thresholds, and 5,000 to test. Rows are in experiments/cascades/results.csv after every
-split; a second call continues there. One thread.
+split, and the table of docs/guides/cascades.md at the end; a second call continues there. One thread.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from cifar_resnet import MEAN, STD, load
+from results import fill_tables
 
 import exitwise as ew
 from exitwise.calibration.chain import chain_traces
@@ -25,6 +26,7 @@ from exitwise.calibration.tuning import Tuner
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "cascades" / "results.csv"
+PAGE = HERE.parent / "docs" / "guides" / "cascades.md"
 FIELDS = ("split", "chain", "method", "budget", "cost", "top1", "nlpd", "ece", "exit_shares")
 REFERENCE = "ResNet56"  # costs are shares of it
 NETWORKS = {  # name: weights, and size of the images
@@ -42,6 +44,21 @@ CHAINS = (
 )
 METHODS = ("MSDNet (vanilla)", "T_opt", "MIE T_opt", "PoE T_opt", "Pool", "auto")
 BUDGETS = (0.42, 0.45, 0.52, 0.62, 0.8)
+SHOWN = (  # rows of the page: networks, method and budget
+    ("ResNet56", "MSDNet (vanilla)", 1.0),
+    ("ResNet56", "T_opt", 1.0),
+    ("ResNet20 > ResNet56", "MSDNet (vanilla)", 0.42),
+    ("ResNet20 > ResNet56", "T_opt", 0.42),
+    ("ResNet20 > ResNet56", "auto", 0.42),
+    ("ResNet20 > ResNet56", "auto", 0.45),
+    ("ResNet20 > ResNet56", "auto", 0.52),
+    ("ResNet20 at 24 > ResNet20 > ResNet56", "auto", 0.45),
+    ("ResNet20 at 24 > ResNet20 > ResNet56", "auto", 0.52),
+    ("ResNet20 > ResNet56 at 24 > ResNet56", "auto", 0.45),
+    ("ResNet20 > ResNet56 at 24 > ResNet56", "auto", 0.52),
+    ("ResNet56 at 24 > ResNet56", "auto", 0.8),
+    ("ResNet20 at 24 > ResNet20", "auto", 0.42),
+)
 
 
 def collect(name: str, images: Path, nets: Path, cache: Path) -> ew.Trace:
@@ -119,19 +136,24 @@ def write_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return the means over splits as a Markdown table."""
+    """Return the means over splits of the shown rows as a Markdown table."""
     groups: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         groups[row["chain"], row["method"], row["budget"]].append(row)
-    lines = ["| networks | method | budget | MACs | top-1 % | NLPD | ECE |", "|---|---|---|---|---|---|---|"]
-    for (chain, method, budget), group in groups.items():
+    lines = ["| networks | calibration | MACs | top-1 % | NLPD | ECE |", "|---|---|---|---|---|---|"]
+    for chain, method, budget in SHOWN:
+        group = groups[chain, method, f"{budget:.4f}"]
         values = {field: mean(float(row[field]) for row in group) for field in ("cost", "top1", "nlpd", "ece")}
-        label = "no calibration" if method == "MSDNet (vanilla)" else method
-        lines.append(
-            f"| {chain} | {label} | {float(budget):.0%} | {values['cost']:.1%} | {values['top1']:.2f} | "
-            f"{values['nlpd']:.3f} | {values['ece']:.4f} |"
-        )
+        label = {"MSDNet (vanilla)": "none", "T_opt": "temperature"}.get(method, method)
+        numbers = (f"{values[field]:.3f}".removeprefix("0") for field in ("nlpd", "ece"))
+        cost = "100 %" if values["cost"] == 1 else f"{100 * values['cost']:.1f} %"
+        lines.append(f"| {chain} | {label} | {cost} | {values['top1']:.2f} | {' | '.join(numbers)} |")
     return "\n".join(lines)
+
+
+def filled(page: str) -> str:
+    """The page with its table as the results have it now."""
+    return fill_tables(page, {"cascades": table(read_rows())})
 
 
 def main() -> None:
@@ -152,7 +174,7 @@ def main() -> None:
                 rows += rows_of(split, names, trace, reference)
         write_rows(rows)
         print(f"split {split + 1} of {options.splits}", flush=True)
-    print(table(read_rows()))
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,3 +30,11 @@ def test_promises_were_kept_over_all_splits(script: ModuleType) -> None:
     assert abs(found["mean_coverage"] - 0.9) < 0.005
     assert scipy.stats.binom.sf(found["broken"] - 1, found["splits"], found["delta"]) > 1e-3
     assert found["certified"] > 500
+
+
+def test_the_page_has_the_recorded_cascades() -> None:
+    sys.path.insert(0, str(ROOT / "experiments"))
+    cascades = import_module("cascades")
+    sys.path.remove(str(ROOT / "experiments"))
+    page = cascades.PAGE.read_text(encoding="utf-8")
+    assert cascades.filled(page) == page, "run `python experiments/cascades.py`"
