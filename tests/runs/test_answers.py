@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,27 @@ def test_rows_hold_sets_and_abstentions(exitwise: Command, run: Path, tmp_path: 
     assert "unanswered (abstained)" in done.err
     again = exitwise("predict", run, *names, broken, "--out", tmp_path / "rows.csv", "--resume")
     assert again.status == 0, again.err
+
+
+def test_parquet_holds_the_same_rows(exitwise: Command, run: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    evaluated(exitwise, run, "--sets", "0.8", "--abstain", "30%")
+    names = [tmp_path / "0.png", tmp_path / "none.png", tmp_path / os.fsdecode(b"\xff.png")]
+    for name in (names[0], names[2]):
+        Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(name)
+    names[1].write_text("none")
+    done = exitwise("predict", run, *names, "--probs", "--out", tmp_path / "rows.parquet")
+    assert done.status == 0, done.err
+    expected = [json.loads(line) for line in exitwise("predict", run, *names, "--probs", "--json").out.splitlines()]
+    rows = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert rows[2].pop("image").endswith("\\xff.png")
+    expected[2].pop("image")
+    assert rows == expected
+    assert exitwise("predict", run, *names, "--out", tmp_path / "rows.parquet").status == 2  # it exists
+    for options in (("--format", "parquet"), ("--out", tmp_path / "rows.parquet", "--resume")):
+        refused = exitwise("predict", run, *names, *options)
+        assert refused.status == 2
+        assert "use --format csv or jsonl" in refused.err
 
 
 def test_options_come_back_from_what_was_fitted() -> None:

@@ -40,14 +40,16 @@ def predict(
     net: NetOption = None,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="stdout")] = None,
     format: Annotated[
-        Literal["csv", "jsonl"] | None,
+        Literal["csv", "jsonl", "parquet"] | None,
         typer.Option(help="Output format.", show_default="by the suffix of --out, else csv"),
     ] = None,
     csv_safe: Annotated[
         bool,
         typer.Option("--csv-safe", help="Put ' before text that a spreadsheet would compute: = + - @ at its start."),
     ] = False,
-    probs: Annotated[bool, typer.Option("--probs", help="Add all probabilities to every row (jsonl).")] = False,
+    probs: Annotated[
+        bool, typer.Option("--probs", help="Add all probabilities to every row (jsonl, parquet).")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     threads: ThreadsOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue --out after its last complete row.")] = False,
@@ -64,11 +66,16 @@ def predict(
     """
     from exitwise.cli.progress import progress_bars
     from exitwise.policies.controller import BudgetController
-    from exitwise.runs import deploy, predict, row_file
+    from exitwise.runs import deploy, parquet_file, predict, row_file
 
     kind = _output_format(format, out, as_json)
-    if probs and kind != "jsonl":
-        raise InputError("--probs needs --format jsonl")
+    if probs and kind == "csv":
+        raise InputError("--probs needs --format jsonl or parquet")
+    if kind == "parquet":
+        parquet_file.require_pyarrow()
+        if out is None or resume:
+            why = "a Parquet file cannot be continued" if resume else "Parquet is not for a terminal or a pipe"
+            raise InputError(f"{why}: give --out without --resume, or use --format csv or jsonl")
     if csv_safe and kind != "csv":
         raise InputError("--csv-safe needs --format csv")
     if out is None and (resume or force):
@@ -88,7 +95,7 @@ def predict(
             file=sys.stderr,
         )
     fields = predict.row_fields(classifier.sets, classifier.abstention, probs)
-    row_format = row_file.Csv(safe=True) if csv_safe else row_file.FORMATS[kind]
+    row_format = row_file.Csv(safe=True) if csv_safe else row_file.FORMATS.get(kind, row_file.FORMATS["jsonl"])
     summary, start = predict.Summary(), time.perf_counter()
 
     def rows(names: Any) -> Any:
@@ -102,6 +109,11 @@ def predict(
             for row in rows(image_list.names):
                 _print_bytes(row_format.row(row))
                 progress("predict", summary.images, image_list.total)
+        elif kind == "parquet":
+            with parquet_file.open_parquet(out, fields) as parquet_rows:
+                for row in rows(image_list.names):
+                    parquet_rows.add(row)
+                    progress("predict", summary.images, image_list.total)
         else:
             with row_file.RowFile(out, row_format, fields, resume, replace=force) as file:
                 names = predict.skip_done(image_list.names, file.existing_rows(), out, summary, row_format.cell)
@@ -215,7 +227,8 @@ def _output_format(format: str | None, out: Path | None, as_json: bool) -> str:
         raise InputError(f"--json means --format jsonl, but --format is {format}")
     if as_json or format is not None:
         return format or "jsonl"
-    return "jsonl" if out is not None and out.suffix.lower() in (".jsonl", ".ndjson", ".json") else "csv"
+    suffix = "" if out is None else out.suffix.lower()
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "csv")
 
 
 def _set_threads(threads: int | None) -> None:
