@@ -40,6 +40,7 @@ def test_all_chains_in_all_orders_are_compared(table: ew.CascadeTable) -> None:
     assert [row.name for row in table.networks] == list(TRACES)
 
 
+@pytest.mark.slow
 def test_a_network_alone_is_measured_by_hand(table: ew.CascadeTable) -> None:
     for row in table.networks:
         trace = TRACES[row.name]
@@ -52,6 +53,7 @@ def test_a_network_alone_is_measured_by_hand(table: ew.CascadeTable) -> None:
         assert high - low == pytest.approx(2 * 1.96 * error, rel=0.15)  # 1,000 resamples against the normal formula
 
 
+@pytest.mark.slow
 def test_budgets_hold_on_average_and_good_chains_win(table: ew.CascadeTable) -> None:
     for row in table.rows:
         assert row.cost <= row.budget * 1.1  # thresholds are of other folds
@@ -70,6 +72,7 @@ def test_budgets_hold_on_average_and_good_chains_win(table: ew.CascadeTable) -> 
     assert "weak > strong" in str(table)
 
 
+@pytest.mark.slow
 def test_times_follow_the_exits(table: ew.CascadeTable) -> None:
     row = next(row for row in table.rows if row.networks == ("weak", "strong") and row.budget == 4.0)
     share = (row.cost - 1) / 8
@@ -77,6 +80,7 @@ def test_times_follow_the_exits(table: ew.CascadeTable) -> None:
 
 
 @pytest.mark.parametrize("cost", ["cost", "milliseconds"])
+@pytest.mark.slow
 def test_the_front_is_not_dominated(table: ew.CascadeTable, cost: str) -> None:
     rows = [*table.networks, *table.rows]
     front = table.front(cost)

@@ -469,6 +469,7 @@ def test_shared_stages_are_folded_separately() -> None:
     assert any(isinstance(module, nn.BatchNorm2d) for module in net.modules())
 
 
+@pytest.mark.slow
 def test_a_cascade_of_presets_is_rebuilt_from_its_file(tmp_path: Path) -> None:
     net = ew.models.msdnet("tiny-8").eval()
     own = ew.Preprocessing(8, (0.5,), (0.25,))

@@ -181,6 +181,7 @@ def test_public_cifar_weights_load(file: str, nested: str | None, prefix: str, t
     assert same_bits(snapshot(net), snapshot(source))
 
 
+@pytest.mark.slow
 def test_public_imagenet_weights_load(tmp_path: Path) -> None:
     source = fill(models.msdnet("imagenet-small"))
     released = {released_key(key, imagenet=True): value for key, value in source.state_dict().items()}

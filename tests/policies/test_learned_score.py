@@ -239,6 +239,7 @@ class TestPolicy:
         assert ew.BudgetController.from_dict(json.loads(json.dumps(controller.to_dict()))).policy == controller.policy
 
     @pytest.mark.parametrize("strategy", ["geometric", "optimized", "label_free", "auto"])
+    @pytest.mark.slow
     def test_thresholds_meet_the_budget_on_out_of_fold_scores(self, strategy: str) -> None:
         preds, labels = hopeless_case()
         fresh, fresh_labels = hopeless_case(7)

@@ -769,6 +769,7 @@ class TestCommand:
         assert (refused.status, refused.err.count("\n")) == (2, 1)
         assert "has no trace yet: run `exitwise collect" in refused.err
 
+    @pytest.mark.slow
     def test_an_interrupt_leaves_the_page_from_before(
         self, run: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

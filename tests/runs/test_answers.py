@@ -118,6 +118,7 @@ def test_tables_name_coverage_and_errors(exitwise: Command, run: Path) -> None:
         assert text in done.out
 
 
+@pytest.mark.slow
 def test_the_trade_off_is_that_of_the_library(exitwise: Command, run: Path) -> None:
     result = evaluated(exitwise, run, "--sets", "0.9", "--abstain", "10%")
     trace = Run(run).trace()
@@ -163,6 +164,7 @@ def test_the_report_uses_the_samples_of_a_certificate_as_evaluate_did(exitwise: 
     assert shown[result["budget"]] in result["trade_off"]
 
 
+@pytest.mark.slow
 def test_a_report_without_them_has_the_curve_alone(run: Path) -> None:
     data = build_report(Run(run), ReportOptions(method="T_opt")).data["answers"]
     assert (data["sets"], data["abstention"], data["trade_off"]) == (None, None, [])

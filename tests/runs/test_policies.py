@@ -455,6 +455,7 @@ class TestNotes:
 class TestMaxLoss:
     """Without a budget: the cheapest policy that loses at most so many points against the plain net's last exit."""
 
+    @pytest.mark.slow
     def test_evaluate_is_the_library(self, run: Path, trace: ew.Trace, exitwise: Command) -> None:
         assert trace.test is not None
         done = exitwise("evaluate", run, "--max-loss", "2", "--json")
