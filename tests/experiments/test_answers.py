@@ -32,9 +32,22 @@ def test_promises_were_kept_over_all_splits(script: ModuleType) -> None:
     assert found["certified"] > 500
 
 
-def test_the_page_has_the_recorded_cascades() -> None:
+@pytest.mark.parametrize("name", ["cascades", "default_method"])
+def test_pages_have_the_recorded_tables(name: str) -> None:
     sys.path.insert(0, str(ROOT / "experiments"))
-    cascades = import_module("cascades")
+    module = import_module(name)
     sys.path.remove(str(ROOT / "experiments"))
-    page = cascades.PAGE.read_text(encoding="utf-8")
-    assert cascades.filled(page) == page, "run `python experiments/cascades.py`"
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert module.filled(page) == page, f"run `python experiments/{name}.py --help`"
+
+
+def test_the_default_method_does_no_harm() -> None:
+    sys.path.insert(0, str(ROOT / "experiments"))
+    module = import_module("default_method")
+    sys.path.remove(str(ROOT / "experiments"))
+    found = json.loads(module.RESULTS.read_text(encoding="utf-8"))["traces"]
+    assert len(found) >= 4
+    for name, each in found.items():
+        for method, row in each["rows"].items():
+            if method != "learned score":  # the same method with another exit score
+                assert module.is_harmed(row) == [], f"{method} is better than auto on {name}"
