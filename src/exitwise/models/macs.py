@@ -64,8 +64,10 @@ def macs(
     except InputError:
         raise
     except Exception:  # a forward may hold tensors of its own that stay on the CPU, or look at values
-        net_copy = copy.deepcopy(net).cpu().eval()
         with net_input_errors(description):
+            if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
+                raise  # a net without values, as an optimized classifier keeps it
+            net_copy = copy.deepcopy(net).cpu().eval()
             zeros = map_tensors(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), inputs)
             cumulative, traced = _count_exits(net_copy, zeros, "cpu")
     if traced:
