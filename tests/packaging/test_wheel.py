@@ -103,11 +103,11 @@ WORKS = (
     ["models"],
     ["cost", "cifar100-small"],
     ["calibrate", "RUN", "--method", "T_opt"],
-    ["evaluate", "RUN", "--budget", "50%"],
-    ["evaluate", "RUN", "--budget", "50%", "--certify", "0.05"],
+    ["evaluate", "RUN", "--budget", "50%", "--method", "T_opt"],
+    ["evaluate", "RUN", "--budget", "50%", "--method", "T_opt", "--certify", "0.05"],
     ["ablate", "RUN"],
-    ["policies", "RUN", "--budget", "50%", "--repeats", "20"],
-    ["report", "RUN"],
+    ["policies", "RUN", "--budget", "50%", "--repeats", "20", "--method", "T_opt"],
+    ["report", "RUN", "--method", "T_opt"],
     ["bench", "RUN", "--backend", "torch", "--batch-size", "1", "--repeats", "1"],
 )
 NEEDS = (
