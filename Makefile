@@ -68,6 +68,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/attach.py
 	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/answers.py
+	$(BIN)/python benchmarks/pool.py
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready

@@ -81,3 +81,9 @@ def test_the_answers_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("answers.py", tmp_path)["measured"]
     assert len(found.pop("fit / forward pass")) == 6
     assert len(found) == 4
+
+
+def test_the_pools_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("pool.py", tmp_path)["measured"]
+    assert set(found["fit / forward pass over the validation images"]) == {"Pool", "learned score", "confidence", "auto"}
+    assert found["memory"]["auto, peak GB"] > 0
