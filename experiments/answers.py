@@ -8,7 +8,6 @@ samples and measured on the rest. Results go to experiments/answers/results.json
 docs/guides/unsure.md; `--fill` does only the latter. Three minutes with one thread; no dataset is needed.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 import torch
-from results import fill_tables, machine, rounded
+from results import fill_tables, machine, rounded, run_or_fill
 
 import exitwise as ew
 from exitwise.core.costs import evenly_spaced_budgets
@@ -172,8 +171,4 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fill", action="store_true", help="only fill in the results that are there")
-    if not parser.parse_args().fill:
-        main()
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    run_or_fill(__doc__, main, PAGE, filled)

@@ -1,9 +1,11 @@
 """What the results of experiments have in common."""
 
+import argparse
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,15 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "torch": torch.__version__,
     }
+
+
+def run_or_fill(about: str | None, main: Callable[[], None], page: Path, filled: Callable[[str], str]) -> None:
+    """Run an experiment, unless `--fill` is given, and put its results into the tables of its page."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fill", action="store_true", help="only fill in the results that are there")
+    if not parser.parse_args().fill:
+        main()
+    page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def fill_tables(page: str, tables: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ Results go to experiments/rivals/results.json, and its tables, with that of spli
 behind its name in a comment; `--fill` does only the latter. Five minutes with one thread; no dataset is needed.
 """
 
-import argparse
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import splits
 import torch
-from results import fill_tables, machine, rounded
+from results import fill_tables, machine, rounded, run_or_fill
 
 import exitwise as ew
 from exitwise.core.files import write_json
@@ -77,8 +76,4 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fill", action="store_true", help="only fill in the results that are there")
-    if not parser.parse_args().fill:
-        main()
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    run_or_fill(__doc__, main, PAGE, filled)

@@ -101,20 +101,13 @@ def trace_accuracies(trace: Trace, exit: int = -1) -> list[Accuracy]:
 def warn_of_members(net: Cascade, trace: Trace) -> None:
     """Log one line for each network of a cascade but the last that is about as good as guessing."""
     for exit, (member, following) in enumerate(pairwise(net.member_of_exit)):
-        accuracy = trace_accuracies(trace, exit)[0]
-        if member != following and accuracy.is_chance(trace.num_classes):
-            _log.warning(
-                "network %d of the cascade is right on %s, about as often as guessing among %d classes: "
-                "size or normalization of its images, or the order of its classes, probably differ from its training",
-                member + 1,
-                accuracy,
-                trace.num_classes,
-            )
+        if member != following:
+            warn_of_network(f"network {member + 1} of the cascade", trace, exit)
 
 
-def warn_of_network(name: str, trace: Trace) -> None:
-    """Log one line if a network that may become part of a cascade is about as good as guessing."""
-    accuracy = trace_accuracies(trace)[0]
+def warn_of_network(name: str, trace: Trace, exit: int = -1) -> None:
+    """Log one line if a network, whose last exit is `exit` of the trace, is about as good as guessing."""
+    accuracy = trace_accuracies(trace, exit)[0]
     if accuracy.is_chance(trace.num_classes):
         _log.warning(
             "%s is right on %s, about as often as guessing among %d classes: "
