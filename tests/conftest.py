@@ -87,8 +87,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(autouse=True, scope="session")
 def threads() -> None:
-    """One thread: small operations on two become many times slower when anything else runs."""
-    torch.set_num_threads(int(os.environ.get("EXITWISE_TEST_THREADS", "1")))
+    """One thread, here and in commands that tests start: two are many times slower when anything else runs."""
+    number = os.environ.get("EXITWISE_TEST_THREADS", "1")
+    torch.set_num_threads(int(number))
+    os.environ["OMP_NUM_THREADS"] = number
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -113,7 +115,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(place: Path) -> None:
         words = [sys.executable, "-m", "exitwise", "train", "--data", "digits", "--epochs", "3", "--out", place / "run"]
-        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(words, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     return once(tmp_path_factory, "digits", train) / "run"

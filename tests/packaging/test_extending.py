@@ -38,7 +38,7 @@ class Copy:
         self.edited.add(file)
 
     def run(self, script: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(self._folder / "src"), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(self._folder / "src")}
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=self._folder, env=environment, capture_output=True, text=True
         )

@@ -25,8 +25,10 @@ socket.socket.connect = socket.getaddrinfo = refuse
 
 
 def run(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A program with nothing of this environment but the path to other programs and pip's own settings."""
-    kept = {key: value for key, value in os.environ.items() if re.match("PIP_|(PATH|HOME|TMPDIR)$", key)}
+    """A program that inherits only paths, the number of threads and the settings of pip."""
+    kept = {
+        key: value for key, value in os.environ.items() if re.match("PIP_|(PATH|HOME|TMPDIR|OMP_NUM_THREADS)$", key)
+    }
     return subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=cwd, env=kept, timeout=900)
 
 

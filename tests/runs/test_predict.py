@@ -68,9 +68,6 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "exitwise", *map(str, arguments)]
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 class TestRows:
     @pytest.mark.slow
     def test_they_are_the_classifiers_answers(self, run: Path, folder: Path, tmp_path: Path, exitwise: Command) -> None:
@@ -305,7 +302,7 @@ def names(folder: Path) -> bytes:
 def whole(run: Path, names: bytes, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The rows of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "p.csv"
-    subprocess.run(order(run, out), input=names, env=ENVIRONMENT, check=True, capture_output=True)
+    subprocess.run(order(run, out), input=names, check=True, capture_output=True)
     return out.read_bytes()
 
 
@@ -320,7 +317,7 @@ class TestFaults:
     def test_two_writers_of_one_file(self, run: Path, names: bytes, tmp_path: Path, exitwise: Command) -> None:
         """The second ends with one line, and the first loses no row."""
         out = tmp_path / "p.csv"
-        first = subprocess.Popen(order(run, out), stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+        first = subprocess.Popen(order(run, out), stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         assert first.stdin is not None
         some = names.splitlines(keepends=True)[:8]
         first.stdin.write(b"".join(some[:4]))
@@ -357,7 +354,6 @@ class TestFaults:
                 order(run, out, "--resume"),
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=ENVIRONMENT,
             )
             assert process.stdin is not None
             before = out.stat().st_size if out.exists() else 0
@@ -398,9 +394,7 @@ class TestFaults:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_001, 10_001))
 
-        done = subprocess.run(
-            order(run, out), input=names, env=ENVIRONMENT, capture_output=True, preexec_fn=limit, check=False
-        )
+        done = subprocess.run(order(run, out), input=names, capture_output=True, preexec_fn=limit, check=False)
         assert done.returncode == 2
         assert done.stderr.decode().count("\n") == 1
         assert f"File too large: {out}" in done.stderr.decode()
@@ -408,7 +402,7 @@ class TestFaults:
         assert 9_000 < len(held) <= 10_001
         assert held.endswith(b"\n")
         self.same(held, b"".join(whole.splitlines(keepends=True)[: held.count(b"\n")]))
-        subprocess.run(order(run, out, "--resume"), input=names, env=ENVIRONMENT, check=True, capture_output=True)
+        subprocess.run(order(run, out, "--resume"), input=names, check=True, capture_output=True)
         self.same(out.read_bytes(), whole)
 
     @pytest.mark.slow
@@ -418,7 +412,6 @@ class TestFaults:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -442,7 +435,6 @@ class TestFaults:
                 input=names,
                 stdout=full,
                 stderr=subprocess.PIPE,
-                env=ENVIRONMENT,
                 check=False,
             )
         assert done.returncode == 2

@@ -33,7 +33,6 @@ from exitwise.training.recipes import RECIPES, Recipe
 pytestmark = pytest.mark.numerical
 
 DIGITS = ("train", "--data", "digits", "--epochs", "3")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def start_command(*arguments: object, **environment: str) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, **environment},
+        env={**os.environ, **environment},
     )
 
 
@@ -276,7 +275,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp
     for _ in range(3 if SEED else 1):
         touches = moments.randrange(20, 120)  # of about 450; the run exists after 16
         command = [sys.executable, "-c", KILLED, str(touches), str(tmp_path), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, f"killed at touch {touches}: {done.stderr}"
         arguments = ["train", directory, "--resume", "--checkpoint-minutes", 0]
     with start_command("train", directory, "--resume", "--checkpoint-minutes", 0) as process:

@@ -23,8 +23,7 @@ TWO = ("--accelerator", "cpu", "--devices", "2")
 
 
 def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("MASTER_PORT", None)
+    environment = {key: value for key, value in os.environ.items() if key != "MASTER_PORT"}
     line = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "exitwise", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
 
