@@ -2,7 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_RUN ?= runs/demo
-JOBS ?= 2
+# One more than there are cores: some tests wait for processes or a browser. A worker takes a gigabyte.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 7 ? cores + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 export PYTHON
 

@@ -1,5 +1,6 @@
 """Shared by all tests: seeds, threads, the command, the shipped net, and the line on tests that were left out."""
 
+import functools
 import os
 import random
 import signal
@@ -91,6 +92,18 @@ def threads() -> None:
     number = os.environ.get("EXITWISE_TEST_THREADS", "1")
     torch.set_num_threads(int(number))
     os.environ["OMP_NUM_THREADS"] = number
+
+
+@pytest.fixture(autouse=True, scope="session")
+def exported_once() -> None:
+    """Let torch build its table of ONNX operators once, not for every graph: a quarter of the time of an export."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        build = ONNXRegistry.from_torchlib.__func__
+    except (ImportError, AttributeError):  # another version of torch, or onnxscript is not installed
+        return
+    ONNXRegistry.from_torchlib = classmethod(functools.cache(build))
 
 
 @pytest.fixture(autouse=True, scope="session")

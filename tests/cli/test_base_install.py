@@ -4,11 +4,15 @@ Imports of the extras are blocked here; `tests/packaging/test_wheel.py` installs
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from command import Command, contents, zoo_run
 from image_files import class_folders
+
+import exitwise as ew
 
 EXTRAS = ("PIL", "lightning_fabric", "matplotlib", "onnx", "onnxruntime", "onnxscript", "pooch", "sklearn")
 NET = ("--model", "cifar100-resnet14", "--image-size", "32")
@@ -16,8 +20,11 @@ NET = ("--model", "cifar100-resnet14", "--image-size", "32")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run and images, in which no extra can be imported."""
-    zoo_run(tmp_path / "run")
+    """A folder with a run of few samples and images, in which no extra can be imported."""
+    trace_file = zoo_run(tmp_path / "run") / "trace.safetensors"
+    trace = ew.Trace.load(trace_file)
+    few = torch.arange(300)
+    replace(trace, val=trace.val.take(few), test=trace.test.take(few) if trace.test else None).save(trace_file)
     class_folders(tmp_path / "images")
     (tmp_path / "weights.safetensors").write_bytes((tmp_path / "run" / "net.safetensors").read_bytes())
     monkeypatch.chdir(tmp_path)
@@ -60,6 +67,7 @@ def test_what_needs_an_extra_names_it_before_anything_is_written(
         ["models"],
         ["cost", "cifar100-small"],
         ["calibrate", "run", "--method", "T_opt"],
+        ["ablate", "run"],
         ["evaluate", "run", "--budget", "50%", "--method", "T_opt"],
         ["report", "run", "--method", "T_opt"],
     ],
