@@ -75,7 +75,7 @@ def with_draws(seed: int, exits: int, samples: int, kind: str = "float64") -> Pr
     probs = random_probs(seed, exits, samples, 4, kind)
     variance = np.random.default_rng(seed).integers(0, 8, (exits, samples)) / 100
     return Predictions(
-        probs.shape, lambda: (ExitPrediction.from_probs(exit) for exit in probs), lambda predicted: variance
+        probs.shape, lambda: (ExitPrediction(exit) for exit in probs), lambda predicted: variance
     )
 
 
@@ -103,7 +103,7 @@ def runtime_exits(policy: ew.Policy, preds: Predictions) -> list[int]:
     here, memory = np.arange(preds.shape[1]), None
     for k, said in enumerate(preds.exits(variance=True)):
         variance = None if said.variance is None else said.variance[here]
-        gone, memory = policy.exit_mask(k, ExitPrediction.from_probs(said.probs[here], variance), memory)
+        gone, memory = policy.exit_mask(k, ExitPrediction(said.probs[here], variance=variance), memory)
         taken[here[gone]] = k
         here, memory = here[~gone], None if memory is None else memory[~gone]
     return taken.tolist()

@@ -37,7 +37,7 @@ class Source:
             yield self._make_exit(k)
 
     def _make_exit(self, k: int) -> ExitPrediction:
-        exit = ExitPrediction.from_probs(self.probs[k])
+        exit = ExitPrediction(self.probs[k])
         self._alive.append(weakref.ref(exit))
         return exit
 

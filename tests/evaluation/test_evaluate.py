@@ -109,7 +109,7 @@ class TestEvaluate:
         other = random_probs(9, 3, 60, 4)
         decider = Predictions(
             other.shape,
-            lambda: (ExitPrediction.from_probs(exit) for exit in other),
+            lambda: (ExitPrediction(exit) for exit in other),
             lambda predicted: other.min(axis=2),
         )
         policy = ew.Policy((*np.quantile(exit_scores(decider, score), [0.7, 0.5]), -inf), score)
@@ -192,7 +192,7 @@ class TestEvaluate:
         smaller = np.nextafter(larger, np.float32(0))
         probs = np.stack([smaller, larger, 1 - smaller - larger], axis=1)
         if made_from == "probs":
-            pred = ExitPrediction.from_probs(probs)
+            pred = ExitPrediction(probs)
         else:
             top = np.log(larger)
             log_probs = np.stack([np.nextafter(top, np.float32(-9)), top, np.log(1 - 2 * larger)], axis=1)

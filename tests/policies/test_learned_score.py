@@ -150,7 +150,7 @@ class TestBadInput:
 
     def test_two_classes_and_one(self) -> None:
         for classes in (1, 2, 3):
-            summary = learned_score.summarize(ExitPrediction.from_probs(random_probs(0, 1, 5, classes)[0]))
+            summary = learned_score.summarize(ExitPrediction(random_probs(0, 1, 5, classes)[0]))
             assert (summary[:, classes:3] == 0).all()
             assert summary[:, :classes].sum(axis=1) == pytest.approx(1)
 

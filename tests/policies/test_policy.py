@@ -33,7 +33,7 @@ class TestScores:
         """Confidence grows from 0.5 to 1, and the variance over draws falls."""
         probs = of_confidence([[0.5, 0.6, 0.9, 0.99, 1.0]])
         variance = np.array([[0.2, 0.1, 0.05, 0.01, 0.0]])
-        preds = Predictions(probs.shape, lambda: iter([ExitPrediction.from_probs(probs[0])]), lambda _: variance)
+        preds = Predictions(probs.shape, lambda: iter([ExitPrediction(probs[0])]), lambda _: variance)
         scores = exit_scores(preds, score)[0]
         assert (np.diff(scores) > 0).all()
         assert scores[-1] == pytest.approx(SCORES[score].full_certainty)

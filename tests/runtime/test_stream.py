@@ -148,7 +148,7 @@ class Scripted:
         encoded, exits_here = state[:, 0] / 1e6, state[:, 1] == exit
         sure, unsure = np.stack([1 - encoded, encoded, 0 * encoded], axis=1), np.full((len(state), 3), 1 / 3)
         self.live -= int(exits_here.sum())
-        return state, ExitPrediction.from_probs(np.where(exits_here[:, None], sure, unsure))
+        return state, ExitPrediction(np.where(exits_here[:, None], sure, unsure))
 
     def take(self, state: Array, rows: Array) -> Array:
         return state[rows]

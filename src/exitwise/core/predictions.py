@@ -1,7 +1,6 @@
 """Predictions of every exit on a split. NumPy only, so that a deployed runtime does not need torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +20,34 @@ Array = NDArray[Any]
 _MAX_CACHED_VALUES = 100_000_000  # probabilities kept in memory; above this, exits are recomputed in every pass
 
 
-@dataclass(frozen=True, eq=False)
 class ExitPrediction:
-    """Prediction of one exit on n samples: probs and log_probs (n, c), and optionally the variance over draws (n,)."""
+    """Prediction of one exit on n samples.
 
-    probs: Array
-    log_probs: Array
-    variance: Array | None = None
+    Args:
+        probs: Probabilities (n, c).
+        log_probs: Their logarithms (n, c). By default computed from `probs` on first use, since most scores do not need
+            them; a zero then counts as the smallest normal number.
+        variance: Variance over draws (n,), None for methods without draws.
+    """
+
+    __slots__ = ("_log_probs", "probs", "variance")
+
+    def __init__(self, probs: Array, log_probs: Array | None = None, variance: Array | None = None) -> None:
+        self.probs = probs
+        self.variance = variance
+        self._log_probs = log_probs
+
+    @property
+    def log_probs(self) -> Array:
+        """Log-probabilities (n, c)."""
+        if self._log_probs is None:
+            self._log_probs = np.log(np.maximum(self.probs, np.finfo(self.probs.dtype).tiny))
+        return self._log_probs
 
     @classmethod
     def from_log_probs(cls, log_probs: Array) -> "ExitPrediction":
         """Make a prediction from log-probabilities (n, c)."""
         return cls(np.exp(log_probs), log_probs)
-
-    @classmethod
-    def from_probs(cls, probs: Array, variance: Array | None = None) -> "ExitPrediction":
-        """Make a prediction from probabilities (n, c); a zero counts as the smallest normal number in `log_probs`."""
-        return cls(probs, np.log(np.maximum(probs, np.finfo(probs.dtype).tiny)), variance)
 
 
 class Predictions:
@@ -104,7 +114,7 @@ class Predictions:
             raise InputError(
                 "`preds` must hold probabilities: none negative, each sample's summing to one at every exit"
             )
-        return cls(probs.shape, lambda: (ExitPrediction.from_probs(exit) for exit in probs))
+        return cls(probs.shape, lambda: map(ExitPrediction, probs))
 
     def __len__(self) -> int:
         """Number of exits."""
@@ -124,7 +134,7 @@ class Predictions:
         exits = self._stream_and_reduce() if self._exits is None else iter(self._exits)
         if not variance or self.variance is None:
             return exits
-        return (replace(exit, variance=row) for exit, row in zip(exits, self.variance, strict=True))
+        return (ExitPrediction(exit.probs, exit.log_probs, row) for exit, row in zip(exits, self.variance, strict=True))
 
     def _stream_and_reduce(self) -> Iterator[ExitPrediction]:
         """Recompute the exits; cache the frequent reductions once the last exit is reached."""

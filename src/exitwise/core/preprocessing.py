@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -101,6 +102,11 @@ class Preprocessing:
         """Offset of each channel (channels, 1, 1): normalized = pixels * scale + shift."""
         return normalization_factors(self.mean, self.std)[1]
 
+    @cached_property
+    def _largest_value(self) -> float:
+        """Absolute value above which floats are plainly not normalized."""
+        return _RANGE_FACTOR * max(max(abs(m), abs(1 - m)) / s for m, s in zip(self.mean, self.std, strict=True))
+
     def normalize(self, pixels: Pixels) -> Pixels:
         """Return (pixels / 255 - mean) / std as float32.
 
@@ -150,8 +156,7 @@ class Preprocessing:
         """
         if not all(images.shape):
             return
-        low, high = float(images.min()), float(images.max())
-        limit = _RANGE_FACTOR * max(max(abs(m), abs(1 - m)) / s for m, s in zip(self.mean, self.std, strict=True))
+        low, high, limit = float(images.min()), float(images.max()), self._largest_value
         if isfinite(low) and isfinite(high) and max(-low, high) > limit:
             raise InputError(
                 f"images are floats from {low:.4g} to {high:.4g}, but normalized ones lie within {-limit:.3g} to "

@@ -1,7 +1,8 @@
 """Policies: thresholds on a score that decide where samples exit, and the paper's sweep of them. NumPy only."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,11 @@ class Policy(Result):
                 f"but has {len(self.score_model.exits)}"
             )
 
+    @cached_property
+    def _float32_thresholds(self) -> Array:
+        with np.errstate(over="ignore"):
+            return np.asarray(self.thresholds).astype(np.float32)
+
     def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the exit mask (n,) of the samples that reached `exit`, and the updated score state.
 
@@ -180,12 +186,10 @@ class Policy(Result):
             values, state = SCORES[self.score].compute(pred, state)
         else:
             values, state = self.score_model.compute(exit, pred, state)
-        score = np.asarray(values, dtype=np.float32)
-        with np.errstate(over="ignore"):
-            threshold = np.float32(self.thresholds[exit])
+        score, threshold = np.asarray(values, dtype=np.float32), self._float32_thresholds[exit]
         mask = score > threshold
-        tied = np.flatnonzero(score == threshold)
-        if len(tied):  # only these need their hash
+        tied = score == threshold
+        if tied.any():  # only these need their hash
             mask[tied] = break_ties(score[tied], pred.probs[tied]) >= self.thresholds[exit]
         return mask, state
 
@@ -242,7 +246,8 @@ class Policy(Result):
         if self.fit is not None and self.fit.score_choice is None:
             del parts["fit"]["score_choice"]
         costs = list(self.costs) if self.costs else None
-        data = {**self.__dict__, "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data |= {"thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
         if self.score_model is None:  # files of other scores are as they were before there was a model
             del data["score_model"]
             return data

@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
+from functools import cached_property
 from math import ceil, inf
 from typing import Any
 
@@ -116,13 +117,15 @@ class PredictionSets(Result):
             raise InputError(
                 f"`exits` must be from 0 to {self.num_exits - 1}, but go from {exits.min()} to {exits.max()}"
             )
-        limits = np.array([inf if limit is None else limit for limit in self.limits], dtype=np.float64)
-        if self.per == "exit":
-            limits = limits[exits][:, None]
+        limits = self._limit_array[exits][:, None] if self.per == "exit" else self._limit_array
         masks = np.asarray(self.scores(probs) <= limits)
         if not self.allow_empty and len(probs):
             masks[np.arange(len(probs)), probs.argmax(axis=1)] = True
         return masks
+
+    @cached_property
+    def _limit_array(self) -> Array:
+        return np.array([inf if limit is None else limit for limit in self.limits], dtype=np.float64)
 
     def simulate(self, preds: Any, policy: Policy) -> Array:
         """Return the sets (n, c) that a classifier with this policy gives, from predictions (K, n, c) of all exits."""
@@ -135,7 +138,7 @@ class PredictionSets(Result):
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
         thresholds = self.policy_thresholds
         return {
-            **self.__dict__,
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "limits": list(self.limits),
             "samples": list(self.samples),
             "policy_thresholds": None if thresholds is None else thresholds_to_json(thresholds),
@@ -156,15 +159,15 @@ def _class_scores(probs: Array, score: str, penalty: float, penalty_rank: int, r
     exact = probs32.astype(np.float64)
     if score == "thr":
         return 1 - exact
-    order = np.argsort(-exact, axis=1, kind="stable")
-    ordered = np.take_along_axis(exact, order, axis=1)
-    sums = np.cumsum(ordered, axis=1)
+    rows, order = np.arange(len(exact))[:, None], (-exact).argsort(axis=1, kind="stable")
+    ordered = exact[rows, order]
+    sums = ordered.cumsum(axis=1)
     if randomized:
         sums -= hash_probs(probs32)[:, None] * ordered
     if score == "raps":
         sums += penalty * np.maximum(np.arange(1, probs.shape[1] + 1) - penalty_rank, 0)
     scores = np.empty_like(exact)
-    np.put_along_axis(scores, order, sums, axis=1)
+    scores[rows, order] = sums
     return scores
 
 

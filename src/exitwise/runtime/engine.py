@@ -104,6 +104,9 @@ class ActiveSamples:
         return cls(ids, np.concatenate(score_states) if score_states else None)
 
 
+_NO_SAMPLES = ActiveSamples(np.arange(0))
+
+
 @dataclass(frozen=True, eq=False)
 class ExitedSamples:
     """Samples that exited at `exit`: ids (n,), probabilities (n, c), and the mask (n,) of non-finite probabilities."""
@@ -122,14 +125,17 @@ def run_exit(
     A sample with non-finite probabilities exits immediately: later exits could not recover.
     """
     state, pred = backend.run(exit, state)
-    non_finite = np.asarray(~np.isfinite(pred.probs).all(axis=1))
     exits_here, score_state = policy.exit_mask(exit, pred, samples.score_state)
-    exits_here |= non_finite
+    non_finite = np.zeros(len(samples), dtype=bool)
+    if not np.isfinite(pred.probs.sum()):
+        non_finite = ~np.isfinite(pred.probs).all(axis=1)
+        exits_here |= non_finite
+    num_exits_here = np.count_nonzero(exits_here)
+    if num_exits_here == len(samples):
+        return state, _NO_SAMPLES, ExitedSamples(samples.ids, pred.probs, exit, non_finite)
     exited = ExitedSamples(samples.ids[exits_here], pred.probs[exits_here], exit, non_finite[exits_here])
     samples = ActiveSamples(samples.ids, score_state)
-    if exits_here.all():
-        return state, samples.take(np.arange(0)), exited
-    if exits_here.any():
+    if num_exits_here:
         state, rows = backend.compact(state, exits_here)
         samples = samples.take(rows)
     return state, samples, exited

@@ -73,6 +73,7 @@ class Session:
             inference_session(graph, threads, folder / info.file)
             for graph, info in zip(graphs, self.manifest.graphs, strict=True)
         ]
+        self._carried = [self.manifest.carried_outputs(exit) for exit in range(len(graphs))]
         for exit, (session, info) in enumerate(zip(self._sessions, self.manifest.graphs, strict=True)):
             inputs = {node.name: node.shape for node in session.get_inputs()}
             outputs = {node.name: node.shape for node in session.get_outputs()}
@@ -240,8 +241,8 @@ class OnnxBackend:
         except Exception as error:  # onnxruntime's errors have no other common class
             raise InputError(f"{graph.file} cannot run on its inputs: {_describe_error(error)}") from None
         outputs = dict(zip(graph.outputs, arrays, strict=True))
-        next_state = tuple(outputs[name] for name in self._manifest.carried_outputs(exit))
-        return next_state, ExitPrediction.from_probs(outputs["probs"], outputs.get("variance"))
+        next_state = tuple(outputs[name] for name in self._session._carried[exit])
+        return next_state, ExitPrediction(outputs["probs"], variance=outputs.get("variance"))
 
     def take(self, state: State, rows: Array) -> State:
         return tuple(array[rows] for array in state)

@@ -160,7 +160,7 @@ class TorchBackend:
             output = self._exits[exit](self._net.exits[exit].features(stage_output), state.ensemble_state)
         probs = output.probs.float().cpu().numpy()
         variance = None if output.variance is None else output.variance.float().cpu().numpy()
-        return StageState(stage_output, output.ensemble_state), ExitPrediction.from_probs(probs, variance)
+        return StageState(stage_output, output.ensemble_state), ExitPrediction(probs, variance=variance)
 
     @torch.inference_mode()
     def take(self, state: StageState, rows: Array) -> StageState:
