@@ -126,9 +126,9 @@ def run_exit(
     """
     state, pred = backend.run(exit, state)
     exits_here, score_state = policy.exit_mask(exit, pred, samples.score_state)
-    non_finite = np.zeros(len(samples), dtype=bool)
+    non_finite: Array = np.zeros(len(samples), dtype=bool)
     if not np.isfinite(pred.probs.sum()):
-        non_finite = ~np.isfinite(pred.probs).all(axis=1)
+        non_finite = np.asarray(~np.isfinite(pred.probs).all(axis=1))
         exits_here |= non_finite
     num_exits_here = np.count_nonzero(exits_here)
     if num_exits_here == len(samples):
