@@ -30,8 +30,6 @@ class ExitPrediction:
         variance: Variance over draws (n,), None for methods without draws.
     """
 
-    __slots__ = ("_log_probs", "probs", "variance")
-
     def __init__(self, probs: Array, log_probs: Array | None = None, variance: Array | None = None) -> None:
         self.probs = probs
         self.variance = variance
