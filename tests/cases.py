@@ -74,9 +74,7 @@ def with_draws(seed: int, exits: int, samples: int, kind: str = "float64") -> Pr
     """Predictions for which every score exists."""
     probs = random_probs(seed, exits, samples, 4, kind)
     variance = np.random.default_rng(seed).integers(0, 8, (exits, samples)) / 100
-    return Predictions(
-        probs.shape, lambda: (ExitPrediction(exit) for exit in probs), lambda predicted: variance
-    )
+    return Predictions(probs.shape, lambda: (ExitPrediction(exit) for exit in probs), lambda predicted: variance)
 
 
 def of_confidence(confidence: Any) -> np.ndarray:

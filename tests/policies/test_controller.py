@@ -83,9 +83,7 @@ class TestShifted:
     @pytest.mark.parametrize("score", ["confidence", "patience", "variance"])
     def test_the_cost_grows_little_by_little_where_scores_are_equal(self, score: str) -> None:
         probs = np.concatenate([np.ones((4, 2000, 1)), random_probs(0, 4, 2000, 5) * 1e-9], axis=2).astype(np.float32)
-        preds = Predictions(
-            probs.shape, lambda: map(ExitPrediction, probs), lambda _: np.zeros(probs.shape[:2])
-        )
+        preds = Predictions(probs.shape, lambda: map(ExitPrediction, probs), lambda _: np.zeros(probs.shape[:2]))
         policy = ew.fit_policy(preds, costs=COSTS, budget=3, score=score)
         shifts = [-2.0, -0.5, -0.1, -0.01, 0.0, 0.01, 0.1, 0.5, 2.0]
         costs = [np.asarray(COSTS)[policy.shifted(by).exits(preds)].mean() for by in shifts]
