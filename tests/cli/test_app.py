@@ -313,6 +313,7 @@ def test_bad_settings_are_named(run: Path, exitwise: Command, arguments: list[st
     assert not (run / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_calibration_of_another_net_is_refused(run: Path, exitwise: Command) -> None:
     exitwise("calibrate", run, "--method", "T_opt")
     change_trace(run, set_value("head.1.weight", 3.0))

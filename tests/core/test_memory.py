@@ -224,6 +224,7 @@ print(kilobytes("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory")
+@pytest.mark.slow
 def test_a_large_trace_is_not_held_twice(tmp_path: Path) -> None:
     trace = random_trace()
     generator = torch.Generator().manual_seed(0)

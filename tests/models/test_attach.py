@@ -478,6 +478,7 @@ def test_from_attached_to_exported(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(clf.optimize()(inputs).probs, prediction.probs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inputs_may_have_any_name(tmp_path: Path) -> None:
     """Names include those that have a meaning in a bundle's graphs."""
     names = ("memory", "embedding", "mean", "probs", "next.0", "state.0", "image", "input.1")

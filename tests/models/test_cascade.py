@@ -432,7 +432,7 @@ CASCADES["two resolutions"] = two_resolutions
 
 
 @pytest.mark.parametrize("name", CASCADES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_torch_and_onnx_answer_as_the_simulation(name: str, tmp_path: Path) -> None:
     net = CASCADES[name]()
     classifier = classifier_of(net)

@@ -158,6 +158,7 @@ class TestBadInput:
 class TestPolicy:
     @given(st.integers(0, 10**6), st.integers(1, 40))
     @settings(max_examples=30, deadline=None)
+    @pytest.mark.slow
     def test_exit_by_exit_in_any_batches_is_all_at_once(self, seed: int, size: int) -> None:
         preds, labels = hopeless_case(samples=200)
         rng = np.random.default_rng(seed)

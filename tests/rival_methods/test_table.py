@@ -300,6 +300,7 @@ class TestCommand:
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert [row["name"] for row in results["rivals"]["rows"]][:2] == [OURS, "temperature"]
 
+    @pytest.mark.slow
     def test_json_and_csv(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")
         words = ["rivals", str(run), "--only", "entropy", "--reference", VANILLA, "--repeats", "10"]

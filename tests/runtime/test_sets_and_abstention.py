@@ -98,7 +98,7 @@ def test_sets_of_another_policy_are_refused() -> None:
 
 
 @pytest.mark.parametrize("per", ["exit", "all"])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_bundle_says_the_same(per: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

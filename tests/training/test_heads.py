@@ -135,6 +135,7 @@ class Passes:
 # -- what is trained, and what is not
 
 
+@pytest.mark.slow
 def test_new_heads_on_a_trained_trunk_are_good_and_nothing_else_moves(net: ew.MultiExitNet) -> None:
     splits = digits()
     before, untrained = snapshot(net), top1(net, splits.test)
