@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -93,14 +94,17 @@ class Abstention(Result):
         exits = to_array("exits", exits)
         if probs.ndim != 2 or exits.shape != probs.shape[:1]:
             raise InputError(f"`probs` must be (n, c) and `exits` (n,), but got {probs.shape} and {exits.shape}")
-        confidence = probs.max(axis=1, initial=0)
-        with np.errstate(over="ignore"):
-            threshold = np.float32(self.threshold)
+        confidence, threshold = probs.max(axis=1, initial=0), self._float32_threshold
         abstained = np.asarray(confidence < threshold)
-        tied = np.flatnonzero(confidence == threshold)
-        if len(tied):  # only these need their hash
+        tied = confidence == threshold
+        if tied.any():  # only these need their hash
             abstained[tied] = break_ties(confidence[tied], probs[tied]) < self.threshold
         return abstained & (exits == self.num_exits - 1) if self.at == "last" else abstained
+
+    @cached_property
+    def _float32_threshold(self) -> np.float32:
+        with np.errstate(over="ignore"):
+            return np.float32(self.threshold)
 
     def simulate(self, preds: Any, policy: Policy) -> Array:
         """Return whether a classifier with this policy abstains (n,), from predictions (K, n, c) of all exits."""
@@ -113,7 +117,7 @@ class Abstention(Result):
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
         thresholds = self.policy_thresholds
         return {
-            **self.__dict__,
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "threshold": thresholds_to_json([self.threshold])[0],
             "policy_thresholds": None if thresholds is None else thresholds_to_json(thresholds),
         }

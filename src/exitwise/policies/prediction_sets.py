@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, inf
 from typing import Any
 
@@ -165,10 +165,16 @@ def _class_scores(probs: Array, score: str, penalty: float, penalty_rank: int, r
     if randomized:
         sums -= hash_probs(probs32)[:, None] * ordered
     if score == "raps":
-        sums += penalty * np.maximum(np.arange(1, probs.shape[1] + 1) - penalty_rank, 0)
+        sums += _rank_penalties(probs.shape[1], penalty, penalty_rank)
     scores = np.empty_like(exact)
     scores[rows, order] = sums
     return scores
+
+
+@lru_cache(maxsize=8)
+def _rank_penalties(classes: int, penalty: float, penalty_rank: int) -> Array:
+    """Return the penalty (c,) of "raps" for each place in the order of the classes."""
+    return penalty * np.maximum(np.arange(1, classes + 1) - penalty_rank, 0)
 
 
 def probs_at_exits(preds: Predictions, exits: Array) -> Array:
