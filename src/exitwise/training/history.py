@@ -146,8 +146,8 @@ class History:
         points = [(epoch, 100 * top1) for epoch, top1 in stars if epoch]
         accuracies.plot(*zip(*points, strict=True), "*", color="#d55e00", markersize=11, label="kept")
         accuracies.set(xlabel="epoch", ylabel="validation top-1 %")
-        for axes in (losses, accuracies):
-            axes.legend(frameon=False)
+        for axes, corner in ((losses, "upper right"), (accuracies, "lower right")):  # losses fall, accuracies grow
+            axes.legend(frameon=False, loc=corner)
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         return figure
