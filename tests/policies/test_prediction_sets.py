@@ -216,7 +216,7 @@ def test_the_evaluation_counts_by_exit_and_by_class() -> None:
 def test_coverage_on_random_splits_has_its_exact_distribution(score: str) -> None:
     """Of a random split, the covered test samples are beta-binomial: overall, and in each exit given its counts.
 
-    Splits of one pool are independent permutations, so that the 300 results are independent draws.
+    Splits of one pool are independent permutations, so that the 1,000 results are independent draws.
     """
     pool, labels = probs_and_labels(13, 1000)
     exits = POLICY.exits(pool)
@@ -224,7 +224,7 @@ def test_coverage_on_random_splits_has_its_exact_distribution(score: str) -> Non
     outside = {"all": 0, "exit": 0}
     uniform: dict[str, list[float]] = {"all": [], "exit": []}
     trials = dict(outside)
-    for _ in range(300):
+    for _ in range(1000):
         order = rng.permutation(1000)
         fitted, test = order[:400], order[400:]
         for per in ("all", "exit"):

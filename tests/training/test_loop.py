@@ -268,7 +268,6 @@ main()
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_weights(whole: Path, tmp_path: Path, seed: int) -> None:
     """Kill a real process with SIGKILL; with a checkpoint after every batch, most kills hit an epoch or a write."""
     directory, moments = tmp_path / "run", random.Random(seed)

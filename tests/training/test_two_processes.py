@@ -68,7 +68,6 @@ def test_two_processes_train_to_the_weights_of_one_that_takes_both_halves(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_two_processes_collect_the_trace_of_one(digits_run: Path, exitwise: Command, tmp_path: Path) -> None:
     directory = shutil.copytree(digits_run, tmp_path / "run")
     options = ("collect", directory, "--batch-size", "32", "--force")

@@ -47,6 +47,14 @@ class ExitPrediction:
         """Make a prediction from log-probabilities (n, c)."""
         return cls(np.exp(log_probs), log_probs)
 
+    def with_variance(self, variance: Array) -> "ExitPrediction":
+        """Return the prediction with the variance over draws (n,)."""
+        return ExitPrediction(self.probs, self._log_probs, variance)
+
+    def take(self, rows: Array) -> "ExitPrediction":
+        """Return the prediction for some samples, by their positions, without the variance."""
+        return ExitPrediction(self.probs[rows], None if self._log_probs is None else self._log_probs[rows])
+
 
 class Predictions:
     """Probabilities (K, n, c) of K exits on n samples and c classes, computed exit by exit on first use.
@@ -132,7 +140,7 @@ class Predictions:
         exits = self._stream_and_reduce() if self._exits is None else iter(self._exits)
         if not variance or self.variance is None:
             return exits
-        return (ExitPrediction(exit.probs, exit.log_probs, row) for exit, row in zip(exits, self.variance, strict=True))
+        return (exit.with_variance(row) for exit, row in zip(exits, self.variance, strict=True))
 
     def _stream_and_reduce(self) -> Iterator[ExitPrediction]:
         """Recompute the exits; cache the frequent reductions once the last exit is reached."""
@@ -166,7 +174,7 @@ class Predictions:
         rows = np.arange(self.shape[1])[samples]
 
         def exits() -> Iterator[ExitPrediction]:
-            return (ExitPrediction(exit.probs[rows], exit.log_probs[rows]) for exit in self.exits())
+            return (exit.take(rows) for exit in self.exits())
 
         def variance(_: Array) -> Array:
             assert self.variance is not None

@@ -1,7 +1,7 @@
 """Base classes of results: conversion to JSON-serializable dicts and to pandas, and tables of rows."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,6 +29,10 @@ class Result:
         """Return a JSON-serializable dict; non-finite values become None."""
         data: dict[str, Any] = to_jsonable(asdict(self))  # type: ignore[call-overload]
         return data
+
+    def _field_values(self) -> dict[str, Any]:
+        """Return the fields by name as they are, without cached properties."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return a DataFrame with one row, or one row per part of the result; needs pandas."""

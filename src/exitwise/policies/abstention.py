@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -117,7 +117,7 @@ class Abstention(Result):
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
         thresholds = self.policy_thresholds
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **self._field_values(),
             "threshold": thresholds_to_json([self.threshold])[0],
             "policy_thresholds": None if thresholds is None else thresholds_to_json(thresholds),
         }

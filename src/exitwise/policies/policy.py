@@ -1,7 +1,7 @@
 """Policies: thresholds on a score that decide where samples exit, and the paper's sweep of them. NumPy only."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
@@ -246,8 +246,7 @@ class Policy(Result):
         if self.fit is not None and self.fit.score_choice is None:
             del parts["fit"]["score_choice"]
         costs = list(self.costs) if self.costs else None
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        data |= {"thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
+        data = {**self._field_values(), "thresholds": thresholds_to_json(self.thresholds), "costs": costs, **parts}
         if self.score_model is None:  # files of other scores are as they were before there was a model
             del data["score_model"]
             return data

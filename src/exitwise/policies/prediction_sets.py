@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import ceil, inf
@@ -138,7 +138,7 @@ class PredictionSets(Result):
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
         thresholds = self.policy_thresholds
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **self._field_values(),
             "limits": list(self.limits),
             "samples": list(self.samples),
             "policy_thresholds": None if thresholds is None else thresholds_to_json(thresholds),
