@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import options, record, seconds
+from record import options, record, seconds, zoo_trace
 
 import exitwise as ew
 from exitwise.calibration.calibration import standard_normals
@@ -51,11 +51,10 @@ def plain_search(trace: Trace, points: int) -> None:
             log_true_softmax(z, trace.val.labels[part], temperature)
 
 
-def cifar(threads: int, repeats: int, images: int, plain_points: int) -> dict[str, Any]:
+def cifar(trace: ew.Trace, threads: int, repeats: int, images: int, plain_points: int) -> dict[str, Any]:
     """The zoo's net and trace: search, prediction, and sweep with evaluation, each beside a forward pass."""
     torch.set_num_threads(threads)
     net = ew.load_net(ew.zoo.path("net.safetensors"))
-    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     test = trace.test
     assert test is not None
     splits = {"val": trace.val, "test": test}
@@ -140,9 +139,11 @@ def main() -> None:
         print(json.dumps(imagenet_search(*arguments.imagenet)))
         return
     small = arguments.small
+    trace = zoo_trace(small)
     results: dict[str, Any] = {}
     results["cifar"] = [
-        cifar(threads, 1, 128, 2) if small else cifar(threads, 5, 5000, 40) for threads in ([1] if small else [1, 2])
+        cifar(trace, threads, 1, 128, 2) if small else cifar(trace, threads, 5, 5000, 40)
+        for threads in ([1] if small else [1, 2])
     ]
     sizes, classes = ((500, 1000), 50) if small else ((25_000, 50_000), 1000)
     runs = []

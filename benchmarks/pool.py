@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import options, record, seconds
+from record import options, record, seconds, zoo_trace
 
 import exitwise as ew
 from exitwise.calibration.trace import HeadWeights, Split
@@ -28,11 +28,10 @@ MEMORY = {"samples": 50_000, "classes": 1000, "exits": 5, "features": 256}
 SMALL = {"samples": 300, "classes": 5, "exits": 3, "features": 16}
 
 
-def compare(samples: int, repeats: int) -> dict[str, float]:
+def compare(trace: ew.Trace, samples: int, repeats: int) -> dict[str, float]:
     """Median time of every fit as a share of a forward pass over as many images."""
     torch.set_num_threads(1)
     net = ew.load_net(ew.zoo.path("net.safetensors"))
-    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     images = torch.randn(samples, 3, 32, 32)
     pool = ew.calibrate(trace, "Pool")
     preds, labels = pool.predict(trace.val), trace.val.labels
@@ -56,10 +55,9 @@ def compare(samples: int, repeats: int) -> dict[str, float]:
     return {name: median(values) for name, values in ratios.items()}
 
 
-def compare_answers(count: int, repeats: int) -> dict[str, float]:
+def compare_answers(trace: ew.Trace, count: int, repeats: int) -> dict[str, float]:
     """Median time of answers by the learned score as a multiple of those by confidence, if all images go to the end."""
     net = ew.load_net(ew.zoo.path("net.safetensors"))
-    trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
     cal = ew.calibrate(trace, "Pool")
     found = {}
     policies = {
@@ -126,8 +124,9 @@ def main() -> None:
     case = SMALL if given.small else MEMORY
     command = [sys.executable, str(Path(__file__)), "--memory", json.dumps(case)]
     load = measure_load()
-    fits = compare(*((64, 1) if given.small else (1000, 5)))
-    answers = compare_answers(*((64, 1) if given.small else (512, 7)))
+    trace = zoo_trace(given.small)
+    fits = compare(trace, *((64, 1) if given.small else (1000, 5)))
+    answers = compare_answers(trace, *((64, 1) if given.small else (512, 7)))
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured: dict[str, Any] = {
         "fit / forward pass over the validation images": fits,

@@ -6,11 +6,15 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from exitwise import Trace
+from exitwise.zoo import path
 
 
 def options(about: str | None, results: str) -> argparse.ArgumentParser:
@@ -19,6 +23,15 @@ def options(about: str | None, results: str) -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / results)
     return parser
+
+
+def zoo_trace(small: bool) -> Trace:
+    """The shipped trace, or the first samples of its splits."""
+    trace = Trace.load(path("trace.safetensors"))
+    if not small:
+        return trace
+    first = torch.arange(500)
+    return replace(trace, val=trace.val.take(first), test=None if trace.test is None else trace.test.take(first))
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -5,10 +5,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 import exitwise as ew
@@ -68,12 +70,24 @@ def with_paper_method(exitwise: Command) -> Command:
     return run
 
 
-def zoo_run(place: Path) -> Path:
-    """The zoo's net as a run in a new folder, as the demo copies it, without calibrations."""
+def zoo_run(place: Path, samples: int | None = None) -> Path:
+    """The zoo's net as a run in a new folder, as the demo copies it, without calibrations.
+
+    With `samples`, its trace keeps that many for validation and test: for tests of other things than their numbers.
+    """
     place.mkdir()
     for name in ("run.json", "net.safetensors", "trace.safetensors", "split.safetensors"):
         shutil.copyfile(zoo.path(name), place / name)
+    if samples is not None:
+        shorten_trace(place, samples)
     return place
+
+
+def shorten_trace(run: Path, samples: int) -> None:
+    """Keep the first samples of both splits of a run's trace."""
+    trace, few = ew.Trace.load(run / "trace.safetensors"), torch.arange(samples)
+    shorter = replace(trace, val=trace.val.take(few), test=None if trace.test is None else trace.test.take(few))
+    shorter.save(run / "trace.safetensors")
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:

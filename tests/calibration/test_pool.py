@@ -179,6 +179,73 @@ class TestGuarantee:
         assert [exit.weights for exit in first] == [exit.weights for exit in second]
 
 
+class TestConfidence:
+    """Mean confidence and accuracy are made equal where they differ by more than chance."""
+
+    def outliers(self, n: int, share: float) -> tuple[list[Tensor], Tensor]:
+        """Exits of which both are surely wrong for a few samples: the lowest NLPD is then too modest on the others."""
+        rows, labels = experts(2, n, 6, 8)
+        wrong = torch.arange(n) < share * n
+        for row in rows:
+            row[wrong] = (20 * torch.nn.functional.one_hot((labels[wrong] + 1) % 6, 6).float()).log_softmax(dim=1)
+        return rows, labels
+
+    def gap(self, rows: list[Tensor], labels: Tensor, exit: ExitWeights) -> Tensor:
+        logits = sum((weight * row.double() for weight, row in zip(exit.weights, rows, strict=True)), torch.zeros(1))
+        confidence, predicted = logits.add(0 if exit.bias is None else exit.bias).softmax(dim=1).max(dim=1)
+        return confidence - (predicted == labels).double()
+
+    def test_it_equals_the_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows, labels = self.outliers(2000, 0.01)
+        matched = pool.fit_pool(rows, labels)
+        monkeypatch.setattr(pool, "_match_confidence", lambda *_: 1.0)
+        plain = pool.fit_pool(rows, labels)
+        before = self.gap(rows, labels, plain[1])
+        error = float(before.std()) / 2000**0.5
+        assert abs(float(before.mean())) > 2 * error
+        assert abs(float(self.gap(rows, labels, matched[1]).mean())) < 0.02 * error
+        factors = np.divide(matched[1].weights, plain[1].weights)
+        assert np.ptp(factors) < 1e-6
+
+    def test_the_first_exit_is_temperature_alone_with_the_lowest_nlpd(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows, labels = self.outliers(2000, 0.01)
+        matched = pool.fit_pool(rows, labels)
+        monkeypatch.setattr(pool, "_match_confidence", lambda *_: 1.0)
+        assert matched[0].weights == pytest.approx(pool.fit_pool(rows, labels)[0].weights, rel=0.01)
+
+    def test_nothing_changes_where_they_do_not_differ_clearly(self) -> None:
+        rows, _ = experts(2, 2000, 6, 9)
+        point = pool._Point(torch.tensor([0.0, 1.0], dtype=torch.float64), None, 0.0, 0.0, {})
+        logits = rows[1].double()
+        drawn = torch.multinomial(logits.exp(), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
+        assert pool._match_confidence(pool._Objective(rows, drawn), point, 10.0) == 1.0
+        sharper = pool._Point(torch.tensor([0.0, 1.5], dtype=torch.float64), None, 0.0, 0.0, {})
+        factor = pool._match_confidence(pool._Objective(rows, drawn), sharper, 10.0)
+        assert factor == pytest.approx(1 / 1.5, abs=0.05)
+
+    def test_the_slope_is_that_of_autograd(self) -> None:
+        rows, labels = experts(2, 50, 4, 10)
+        bias = torch.linspace(-0.5, 0.5, 4, dtype=torch.float64)
+        point = pool._Point(torch.tensor([0.4, 0.8], dtype=torch.float64), bias, 0.0, 0.0, {})
+        factor = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+        logits = factor * (0.4 * rows[0].double() + 0.8 * rows[1].double() + bias)
+        confidence = logits.softmax(dim=1).amax(dim=1)
+        (slope,) = torch.autograd.grad(confidence.mean(), factor)
+        found = pool._Objective(rows, labels).confidence(point, 1.3)
+        gap = (confidence - (logits.argmax(dim=1) == labels).double()).detach()
+        assert found.slope == pytest.approx(float(slope))
+        assert found.gap == pytest.approx(float(gap.mean()))
+        assert found.variance == pytest.approx(float(gap.var(correction=0)) / 50)
+        assert found.nlpd == pytest.approx(float(torch.nn.functional.cross_entropy(logits.detach(), labels)))
+
+    def test_all_samples_correct_is_an_answer(self) -> None:
+        rows, labels = experts(2, 30, 3, 11, sharpness=30.0)
+        labels = rows[1].argmax(dim=1)
+        fitted = pool.fit_pool(rows, labels)
+        assert np.isfinite(fitted[1].weights).all()
+        assert max(fitted[1].weights) <= pool.OWN_WEIGHT_BOUNDS[1] * pool._MAX_FACTOR
+
+
 class TestZeros:
     def test_an_exit_of_pure_noise_gets_no_weight(self) -> None:
         rows, labels = experts(3, 1000, 5, 4)

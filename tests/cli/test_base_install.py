@@ -4,15 +4,11 @@ Imports of the extras are blocked here; `tests/packaging/test_wheel.py` installs
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from command import Command, contents, zoo_run
 from image_files import class_folders
-
-import exitwise as ew
 
 EXTRAS = ("PIL", "lightning_fabric", "matplotlib", "onnx", "onnxruntime", "onnxscript", "pooch", "sklearn")
 NET = ("--model", "cifar100-resnet14", "--image-size", "32")
@@ -21,10 +17,7 @@ NET = ("--model", "cifar100-resnet14", "--image-size", "32")
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run of few samples and images, in which no extra can be imported."""
-    trace_file = zoo_run(tmp_path / "run") / "trace.safetensors"
-    trace = ew.Trace.load(trace_file)
-    few = torch.arange(300)
-    replace(trace, val=trace.val.take(few), test=trace.test.take(few) if trace.test else None).save(trace_file)
+    zoo_run(tmp_path / "run", samples=300)
     class_folders(tmp_path / "images")
     (tmp_path / "weights.safetensors").write_bytes((tmp_path / "run" / "net.safetensors").read_bytes())
     monkeypatch.chdir(tmp_path)

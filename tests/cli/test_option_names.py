@@ -196,7 +196,7 @@ class TestLabels:
 
     @pytest.mark.slow
     def test_an_msdnet_keeps_its_name(self, tmp_path: Path, exitwise: Command) -> None:
-        done = exitwise("evaluate", zoo_run(tmp_path / "run"), "--budget", "50%", "--method", "T_opt")
+        done = exitwise("evaluate", zoo_run(tmp_path / "run", samples=500), "--budget", "50%", "--method", "T_opt")
         assert "MSDNet (vanilla)" in done.out
 
 

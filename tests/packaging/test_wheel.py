@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command import contents, once
+from command import contents, once, shorten_trace
 from paths import ROOT
 
 import exitwise as ew
@@ -58,7 +58,7 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def install(place: Path) -> None:
         python = place / "bin" / "python"
         required(sys.executable, "-m", "venv", place)
-        required(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+        required(python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel)
         [packages] = place.glob("lib/python*/site-packages")
         (packages / "sitecustomize.py").write_text(OFFLINE)
 
@@ -100,6 +100,17 @@ def test_the_demo_runs_from_it_without_a_network(demo: Path) -> None:
     }
 
 
+@pytest.fixture(scope="session")
+def short(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's run with fewer samples."""
+
+    def make(place: Path) -> None:
+        shutil.copytree(demo, place / "run")
+        shorten_trace(place / "run", samples=500)
+
+    return once(tmp_path_factory, "a short run", make) / "run"
+
+
 IMAGE = b"P6 32 32 255\n" + bytes(range(256)) * 12
 WORKS = (
     ["models"],
@@ -124,21 +135,21 @@ NEEDS = (
 
 
 @pytest.mark.parametrize("arguments", WORKS, ids=lambda words: " ".join(words))
-def test_what_works_without_extras(base: Path, demo: Path, arguments: list[str]) -> None:
-    words = [str(demo) if word == "RUN" else word for word in arguments]
+def test_what_works_without_extras(base: Path, short: Path, arguments: list[str]) -> None:
+    words = [str(short) if word == "RUN" else word for word in arguments]
     assert required(base / "bin" / "exitwise", *words, cwd=base.parent)
 
 
 @pytest.mark.parametrize(("arguments", "extra"), NEEDS, ids=str)
 def test_what_needs_an_extra_names_it_before_anything_is_written(
-    base: Path, demo: Path, tmp_path: Path, arguments: list[str], extra: str | None
+    base: Path, short: Path, tmp_path: Path, arguments: list[str], extra: str | None
 ) -> None:
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "b").mkdir()
     for name in ("a", "b"):
         for i in ("one", "two", "three"):
             (tmp_path / "images" / name / f"{i}.ppm").write_bytes(IMAGE)
-    own = shutil.copytree(demo, tmp_path / "run")  # other tests write to the demo's
+    own = shutil.copytree(short, tmp_path / "run")  # other tests write to it
     before = contents(tmp_path)
     words = [str(own) if word == "RUN" else word for word in arguments]
     done = run(base / "bin" / "exitwise", *words, cwd=tmp_path)

@@ -19,7 +19,7 @@ SIZES = ("--batch-size", 1, "--batch-size", 8)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return zoo_run(tmp_path_factory.mktemp("bench") / "run")
+    return zoo_run(tmp_path_factory.mktemp("bench") / "run", samples=500)
 
 
 @pytest.fixture

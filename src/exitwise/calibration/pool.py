@@ -16,6 +16,11 @@ NLPD, approximated by one Newton step per sample:
 
     NLPD_loo = NLPD + 1/n sum_i g_i^T H^-1 g_i          g_i: gradient of sample i, H: Hessian of the sum above
 
+The weights with the lowest NLPD may still be too modest or too sure on average: a few samples with very low
+probabilities decide them. Where the mean confidence differs from the accuracy by more than chance (Akaike's criterion,
+a difference of more than sqrt(2) standard errors), all weights and the bias are multiplied by the factor that makes
+the two equal, as far as the NLPD does not rise above that of temperature alone.
+
 Samples are converted to float64 block by block.
 """
 
@@ -35,6 +40,8 @@ _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian woul
 _BLOCK = 1 << 19  # numbers in float64 per block of samples
 _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
+_MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to make confidence and accuracy equal
+_FACTOR_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +69,16 @@ class _Sums:
     outer: Tensor  # (d, d)
 
 
+@dataclass(frozen=True)
+class _Confidence:
+    """Mean difference of confidence and correctness, its squared standard error, its slope in the factor, and NLPD."""
+
+    gap: float
+    variance: float
+    slope: float
+    nlpd: float
+
+
 class _Objective:
     """NLPD of one exit's pool as a function of its weights (K,) and bias (c,), summed over n samples in float64."""
 
@@ -76,6 +93,26 @@ class _Objective:
             part = slice(start, start + size)
             experts = torch.stack([self._log_probs[j][part] for j in used]).clamp_(min=MIN_LOG_PROB)
             yield experts.double(), self._labels[part]
+
+    def confidence(self, point: _Point, factor: float) -> "_Confidence":
+        """Compute confidence, accuracy and NLPD at a point whose weights and bias are multiplied by a factor."""
+        gaps, slope, loss = [], 0.0, 0.0
+        for experts, labels in self._blocks(point.used):
+            logits = torch.tensordot(factor * point.weights[point.used], experts, dims=1)
+            if point.bias is not None:
+                logits += factor * point.bias
+            largest, predicted = logits.max(dim=1)
+            loss -= float(logits[torch.arange(len(labels)), labels].sum())
+            probs = logits.sub(largest[:, None]).exp_()
+            norm = probs.sum(dim=1)
+            loss += float((largest + norm.log()).sum())
+            confidence = 1 / norm
+            gaps.append(confidence - (predicted == labels).double())
+            slope += float((confidence * (largest - (probs * logits).sum(dim=1) / norm)).sum()) / factor
+        gap = torch.cat(gaps)
+        return _Confidence(
+            float(gap.mean()), float(gap.var(correction=0)) / self.samples, slope / self.samples, loss / self.samples
+        )
 
     def sums(self, used: Sequence[int], weights: Tensor, bias: Tensor | None) -> _Sums:
         """Sum up loss, gradient and Hessian for weights of the used exits (k,) and, with a bias, all classes (c,)."""
@@ -254,7 +291,34 @@ def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:
             best = pooled
     if objective.classes <= _MAX_BIAS_CLASSES:
         best = _add_bias(objective, best, alone, tau)
-    return ExitWeights(tuple(best.weights.tolist()), None if best.bias is None else best.bias.float())
+    factor = _match_confidence(objective, best, alone.nlpd)
+    return ExitWeights(
+        tuple((factor * best.weights).tolist()), None if best.bias is None else (factor * best.bias).float()
+    )
+
+
+def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> float:
+    """Find the factor of weights and bias that makes mean confidence and accuracy equal, if they differ clearly.
+
+    Confidence rises with the factor, so Newton's method finds it. If the NLPD there is above `max_nlpd`, the factor is
+    halved towards 1, where it is not.
+    """
+    if not point.used:
+        return 1.0
+    factor, found = 1.0, objective.confidence(point, 1.0)
+    if found.gap**2 <= 2 * found.variance:
+        return factor
+    for _ in range(_FACTOR_STEPS):
+        if abs(found.gap) < 0.01 * found.variance**0.5 or not found.slope > 0:
+            break
+        factor = min(max(factor - found.gap / found.slope, 1 / _MAX_FACTOR), _MAX_FACTOR)
+        found = objective.confidence(point, factor)
+    for _ in range(_FACTOR_STEPS):
+        if found.nlpd <= max_nlpd:
+            return factor
+        factor = (1 + factor) / 2
+        found = objective.confidence(point, factor)
+    return 1.0
 
 
 def _add_bias(objective: _Objective, best: _Point, alone: _Point, tau: Tensor) -> _Point:
