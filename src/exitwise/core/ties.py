@@ -1,5 +1,6 @@
 """Tie breaking: equal scores are ordered by a hash of the probabilities. NumPy only."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,19 @@ def hash_probs(probs: NDArray[Any]) -> NDArray[Any]:
     Probabilities are rounded to four bits after the leading one. Another backend, whose arithmetic differs in the last
     bits, therefore computes the same hash except for about one sample in a thousand.
     """
-    factors = _scramble(np.arange(1, probs.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    factors = _class_factors(probs.shape[1])
     sums = np.empty(len(probs), dtype=np.uint64)
     rows = max(1, _MAX_HASHED_VALUES // probs.shape[1])
     for start in range(0, len(probs), rows):
         bits = np.ascontiguousarray(probs[start : start + rows], dtype=np.float32).view(np.uint32)
         sums[start : start + rows] = ((bits + np.uint32(1 << 18)) >> np.uint32(19)).astype(np.uint64) @ factors
     return (_scramble(sums) >> np.uint64(38)) * 2.0**-26
+
+
+@lru_cache(maxsize=8)
+def _class_factors(classes: int) -> NDArray[Any]:
+    """Return a pseudorandom odd factor (c,) for each class."""
+    return np.asarray(_scramble(np.arange(1, classes + 1, dtype=np.uint64)) | np.uint64(1))
 
 
 def _scramble(numbers: NDArray[Any]) -> NDArray[Any]:

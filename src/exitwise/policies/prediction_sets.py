@@ -117,6 +117,10 @@ class PredictionSets(Result):
             raise InputError(
                 f"`exits` must be from 0 to {self.num_exits - 1}, but go from {exits.min()} to {exits.max()}"
             )
+        return self.compute_masks(probs, exits)
+
+    def compute_masks(self, probs: Array, exits: Array) -> Array:
+        """Return the result of `masks` for arrays that need no check: those of the runtime."""
         limits = self._limit_array[exits][:, None] if self.per == "exit" else self._limit_array
         masks = np.asarray(self.scores(probs) <= limits)
         if not self.allow_empty and len(probs):

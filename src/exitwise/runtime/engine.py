@@ -166,7 +166,7 @@ class AnswerRules:
 
     def apply(self, probs: Array, exits: Array) -> tuple[Array | None, Array | None]:
         """Return the sets (n, c) and whether the classifier abstains (n,), from probabilities (n, c) and exits (n,)."""
-        masks = None if self.sets is None else self.sets.masks(probs, exits)
+        masks = None if self.sets is None else self.sets.compute_masks(probs, exits)
         return masks, None if self.abstention is None else self.abstention.mask(probs, exits)
 
 
