@@ -17,9 +17,9 @@ NLPD, approximated by one Newton step per sample:
     NLPD_loo = NLPD + 1/n sum_i g_i^T H^-1 g_i          g_i: gradient of sample i, H: Hessian of the sum above
 
 The weights with the lowest NLPD may still be too modest or too sure on average: a few samples with very low
-probabilities decide them. Where the mean confidence differs from the accuracy by more than chance (Akaike's criterion,
-a difference of more than sqrt(2) standard errors), all weights and the bias are multiplied by the factor that makes
-the two equal, as far as the NLPD does not rise above that of temperature alone.
+probabilities decide them. Where the mean confidence differs from the accuracy by more than two standard errors, all
+weights and the bias are multiplied by the factor that makes the two equal, as far as the NLPD does not rise above that
+of temperature alone.
 
 Samples are converted to float64 block by block.
 """
@@ -40,6 +40,7 @@ _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian woul
 _BLOCK = 1 << 19  # numbers in float64 per block of samples
 _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
+_CLEAR = 2.0  # standard errors of a clear difference between confidence and accuracy
 _MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to make confidence and accuracy equal
 _FACTOR_STEPS = 8
 
@@ -306,7 +307,7 @@ def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> 
     if not point.used:
         return 1.0
     factor, found = 1.0, objective.confidence(point, 1.0)
-    if found.gap**2 <= 2 * found.variance:
+    if abs(found.gap) <= _CLEAR * found.variance**0.5:
         return factor
     for _ in range(_FACTOR_STEPS):
         if abs(found.gap) < 0.01 * found.variance**0.5 or not found.slope > 0:
