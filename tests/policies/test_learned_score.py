@@ -175,6 +175,24 @@ class TestPolicy:
                 state = None if state is None else state[~mask]
         assert exits.tolist() == expected.tolist()
 
+    @pytest.mark.parametrize("classes", [1, 2, 3, 9])
+    def test_a_single_sample_has_the_score_that_it_has_in_a_batch(self, classes: int) -> None:
+        """Exactly: both add the same products in the same order."""
+        rng = np.random.default_rng(0)
+        exits = [tuple(rng.normal(size=5 + 2 * k).tolist()) for k in range(9)]
+        model = learned_score.LearnedScore((*exits[:4], None, *exits[5:], None))
+        probs = random_probs(1, 10, 20, classes)
+        state = None
+        single: list[Any] = [None] * 20
+        for k in range(10):
+            scores, state = model.compute(k, ExitPrediction(probs[k]), state)
+            for i in range(20):
+                score, single[i] = model.compute(k, ExitPrediction(probs[k, i : i + 1]), single[i])
+                assert score[0] == scores[i]
+                assert (state is None) == (single[i] is None)
+                if state is not None:
+                    assert single[i][0].tolist() == state[i].tolist()
+
     def test_a_file_holds_the_score(self, tmp_path: Path) -> None:
         preds, labels = hopeless_case(samples=1500)
         policy = ew.fit_policy(preds, labels, COSTS, budget=2.5, score="auto")

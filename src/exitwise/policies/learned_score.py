@@ -8,7 +8,6 @@ score, so that a few hundred labels suffice.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,6 +73,8 @@ class LearnedScore:
 
     def compute(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the scores (n,) of the samples that reached an exit, and the score state for the next exit."""
+        if len(pred.probs) == 1:
+            return self._compute_one(exit, pred, state)
         summary = summarize(pred)
         scores = self.scores_from_summary(exit, summary, state)
         if exit == len(self.exits) - 1:
@@ -81,16 +82,25 @@ class LearnedScore:
         confidence_and_class = summary[:, ::4]
         return scores, confidence_and_class if state is None else np.concatenate([state, confidence_and_class], axis=1)
 
+    def _compute_one(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Do the same for a single sample, in floats of Python: every call of NumPy takes longer than all of them."""
+        probs = pred.probs[0]
+        top, second, third = (*np.sort(probs)[:-4:-1].tolist(), 0.0, 0.0)[:3]
+        summary = (top, second, third, float(negative_entropy(pred)[0]), float(probs.argmax()))
+        earlier = [] if state is None else state[0].tolist()
+        weights = self.exits[exit]
+        score = (
+            top if weights is None else 1 / (1 + float(np.exp(-max(_logits(weights, summary, earlier), -_MAX_LOGIT))))
+        )
+        is_last = exit == len(self.exits) - 1
+        return np.array([score]), None if is_last else np.array([[*earlier, top, summary[4]]])
+
     def scores_from_summary(self, exit: int, summary: Array, state: ScoreState) -> Array:
         """Return the scores (n,) from the summary (n, 5) of an exit and the state (n, 2 * exit) of earlier exits."""
         weights = self.exits[exit]
         if weights is None:
             return summary[:, 0]
-        intercept, own, earlier = _split_weights(weights)
-        # Products are summed sample by sample: a score does not depend on the other samples of its batch.
-        logits = (summary[:, :4] * own).sum(axis=1) + intercept
-        if state is not None:
-            logits += (state[:, ::2] * earlier[0] + (state[:, 1::2] == summary[:, 4:]) * earlier[1]).sum(axis=1)
+        logits = _logits(weights, tuple(summary.T), () if state is None else tuple(state.T))
         return np.asarray(1 / (1 + np.exp(-np.maximum(logits, -_MAX_LOGIT))))
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,11 +149,18 @@ def _list_features(summary: Array, state: ScoreState) -> list[Array]:
     return features
 
 
-@lru_cache(maxsize=256)
-def _split_weights(weights: tuple[float, ...]) -> tuple[float, Array, Array]:
-    """Return the intercept, the weights (4,) of a summary, and those (2, j) of j earlier exits."""
-    intercept, margin, top, third, entropy, *earlier = weights
-    return intercept, np.array([margin + top, -margin, third, entropy]), np.array(earlier).reshape(-1, 2).T
+def _logits(weights: Sequence[float], summary: Sequence[Any], state: Sequence[Any]) -> Any:
+    """Return the logits from summary (5,) and state (2 * exit,) of one sample, or of n: each entry is (n,) then.
+
+    Products are added in the order of the weights, so a score does not depend on the other samples of its batch.
+    """
+    top, second, third, entropy, predicted = summary
+    intercept, margin_weight, top_weight, third_weight, entropy_weight, *earlier = weights
+    logits = intercept + margin_weight * (top - second) + top_weight * top + third_weight * third
+    logits = logits + entropy_weight * entropy
+    for j in range(0, len(earlier), 2):
+        logits = logits + earlier[j] * state[j] + earlier[j + 1] * (state[j + 1] == predicted)
+    return logits
 
 
 def summaries_of(preds: Predictions) -> Array:

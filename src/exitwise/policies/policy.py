@@ -182,6 +182,8 @@ class Policy(Result):
         Returns:
             Whether each sample exits here (n,), and the score state (n, m) or None for the next exit.
         """
+        if self.thresholds[exit] == -inf:  # as at the last exit: all samples that are left exit
+            return np.ones(len(pred.probs), dtype=bool), None
         if self.score_model is None:
             values, state = SCORES[self.score].compute(pred, state)
         else:
