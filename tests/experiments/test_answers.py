@@ -47,9 +47,7 @@ def test_the_default_method_does_no_harm() -> None:
     sys.path.remove(str(ROOT / "experiments"))
     found = json.loads(module.RESULTS.read_text(encoding="utf-8"))["traces"]
     assert len(found) >= 5
-    # Errors of temperatures at single exits cancel in mixtures of exits there, see docs/comparison.md.
-    known = {("CIFAR-100, ResNet14 with exits attached", "temperature"): ["ece"]}
     for name, each in found.items():
         for method, row in each["rows"].items():
             if method != "learned score":  # the same method with another exit score
-                assert module.is_harmed(row) == known.get((name, method), []), f"{method} is better than auto on {name}"
+                assert not module.is_harmed(row), f"{method} is better than auto on {name}"
