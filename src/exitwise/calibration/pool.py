@@ -95,7 +95,7 @@ class _Objective:
             experts = torch.stack([self._log_probs[j][part] for j in used]).clamp_(min=MIN_LOG_PROB)
             yield experts.double(), self._labels[part]
 
-    def confidence(self, point: _Point, factor: float) -> "_Confidence":
+    def confidence(self, point: _Point, factor: float) -> _Confidence:
         """Compute confidence, accuracy and NLPD at a point whose weights and bias are multiplied by a factor."""
         gaps, slope, loss = [], 0.0, 0.0
         for experts, labels in self._blocks(point.used):
@@ -292,7 +292,8 @@ def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:
             best = pooled
     if objective.classes <= _MAX_BIAS_CLASSES:
         best = _add_bias(objective, best, alone, tau)
-    factor = _match_confidence(objective, best, alone.nlpd)
+    # Temperature alone has the lowest NLPD that it can have, so no other factor would be allowed.
+    factor = 1.0 if best is alone else _match_confidence(objective, best, alone.nlpd)
     return ExitWeights(
         tuple((factor * best.weights).tolist()), None if best.bias is None else (factor * best.bias).float()
     )

@@ -88,10 +88,9 @@ class LearnedScore:
         top, second, third = (*np.sort(probs)[:-4:-1].tolist(), 0.0, 0.0)[:3]
         summary = (top, second, third, float(negative_entropy(pred)[0]), float(probs.argmax()))
         earlier = [] if state is None else state[0].tolist()
-        weights = self.exits[exit]
-        score = (
-            top if weights is None else 1 / (1 + float(np.exp(-max(_logits(weights, summary, earlier), -_MAX_LOGIT))))
-        )
+        weights, score = self.exits[exit], top
+        if weights is not None:
+            score = 1 / (1 + float(np.exp(-max(_logits(weights, summary, earlier), -_MAX_LOGIT))))
         is_last = exit == len(self.exits) - 1
         return np.array([score]), None if is_last else np.array([[*earlier, top, summary[4]]])
 
