@@ -367,8 +367,10 @@ class TestFaults:
             # It waits for the other names, so it can neither end nor finish all rows before it is interrupted.
             process.stdin.write(b"".join(lines[: len(lines) * third // 3]))
             process.stdin.flush()
+            limit = time.monotonic() + 300
             while not (out.exists() and out.stat().st_size > before + 500):
                 assert process.poll() is None, process.stderr.read().decode()
+                assert time.monotonic() < limit
                 time.sleep(0.002)
             process.send_signal(number)
             status = process.wait(timeout=300)
