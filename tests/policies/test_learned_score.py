@@ -177,9 +177,12 @@ class TestPolicy:
 
     @pytest.mark.parametrize("classes", [1, 2, 3, 9])
     def test_a_single_sample_has_the_score_that_it_has_in_a_batch(self, classes: int) -> None:
-        """Exactly: both add the same products in the same order."""
+        """As float32, which thresholds are compared with: both add the same products in the same order.
+
+        Before rounding they may differ in the last bit, by the exponential function of Python and that of NumPy.
+        """
         rng = np.random.default_rng(0)
-        exits = [tuple(rng.normal(size=5 + 2 * k).tolist()) for k in range(9)]
+        exits = [tuple(rng.normal(size=4 + 2 * k).tolist()) for k in range(9)]
         model = learned_score.LearnedScore((*exits[:4], None, *exits[5:], None))
         probs = random_probs(1, 10, 20, classes)
         state = None
@@ -188,7 +191,7 @@ class TestPolicy:
             scores, state = model.compute(k, ExitPrediction(probs[k]), state)
             for i in range(20):
                 score, single[i] = model.compute(k, ExitPrediction(probs[k, i : i + 1]), single[i])
-                assert score[0] == scores[i]
+                assert score.astype(np.float32)[0] == scores.astype(np.float32)[i]
                 assert (state is None) == (single[i] is None)
                 if state is not None:
                     assert single[i][0].tolist() == state[i].tolist()
@@ -213,12 +216,12 @@ class TestPolicy:
         [
             (lambda model: model["exits"].pop(), "weights of exit 2 must be None"),
             (lambda model: model.update(exits=[None, None]), "must have 4 exits as the thresholds, but has 2"),
-            (lambda model: model["exits"][0].append(1.0), "weights of exit 0 must be 5 numbers or None"),
+            (lambda model: model["exits"][0].append(1.0), "weights of exit 0 must be 4 numbers or None"),
             (lambda model: model["exits"][1].__setitem__(0, nan), "must be finite"),
             (lambda model: model["exits"][1].__setitem__(0, 1e300), "must be finite"),
             (lambda model: model["exits"][1].__setitem__(0, "1"), "must be finite"),
             (lambda model: model["exits"][1].__setitem__(0, True), "must be finite"),
-            (lambda model: model.update(exits="abc"), "exit 0 must be 5 numbers or None"),
+            (lambda model: model.update(exits="abc"), "exit 0 must be 4 numbers or None"),
             (lambda model: model.update(exits=[]), "must have weights for each exit"),
             (lambda model: model.update(exits=7), "must have weights for each exit"),
             (lambda model: model.update(more=1), "must have features, earlier_features and exits"),
@@ -251,10 +254,13 @@ class TestPolicy:
             assert previous is None or (exits >= previous).all()
             previous = exits
         controller = ew.BudgetController(policy, 1.7)
+        spent = []
         for _ in range(60):
+            exits = controller.policy.exits(preds)
+            spent.append(np.asarray(COSTS)[exits].mean())
             batch = np.random.default_rng(controller.state.samples).integers(0, 600, 64)
-            controller.update(controller.policy.exits(preds)[batch])
-        assert np.asarray(COSTS)[controller.policy.exits(preds)].mean() == pytest.approx(1.7, abs=0.15)
+            controller.update(exits[batch])
+        assert np.mean(spent[20:]) == pytest.approx(1.7, abs=0.1)  # it corrects the noise of batches of 64
         assert ew.BudgetController.from_dict(json.loads(json.dumps(controller.to_dict()))).policy == controller.policy
 
     @pytest.mark.parametrize("strategy", ["geometric", "optimized", "label_free", "auto"])

@@ -1,25 +1,26 @@
 """Learned exit score: the probability that stopping is right, by a small logistic model per exit. NumPy only.
 
 Stopping is right at an exit that is correct, and at one after which every later exit is wrong. The features are what
-the runtime has at an exit: the margin and the top probabilities, the entropy, and for each earlier exit its confidence
-and whether it predicts the same class. Weights are shrunk towards a function of the margin alone, by itself a good
-score, so that a few hundred labels suffice.
+the runtime has at an exit: the margin and the top probabilities, and for each earlier exit its confidence and whether
+it predicts the same class. Weights are shrunk towards a function of the margin alone, by itself a good score, so that
+a few hundred labels suffice. The entropy adds nothing to them, and would take as long as all of them together.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from typing import Any
 
 import numpy as np
 
 from exitwise.core.checks import is_number
 from exitwise.core.errors import InputError, shorten
-from exitwise.core.predictions import Array, ExitPrediction, Predictions, negative_entropy
+from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.stopping import stopping_is_right
 
 ScoreState = Array | None  # (n, m): what a score carries from exit to exit; None if nothing
 
-FEATURES = ("margin", "top1", "top3", "negative_entropy")  # of the exit itself
+FEATURES = ("margin", "top1", "top3")  # of the exit itself
 EARLIER_FEATURES = ("confidence", "agrees")  # of each earlier exit
 FOLDS = 5
 
@@ -38,7 +39,7 @@ class LearnedScore:
     """Weights of the learned score of every exit.
 
     Args:
-        exits: For each of K exits, the intercept and a weight for each feature: 4 of the exit itself, then 2 for each
+        exits: For each of K exits, the intercept and a weight for each feature: 3 of the exit itself, then 2 for each
             earlier exit. None where nothing could be learned: the score is then the confidence. The last exit's is
             always None, because all remaining samples exit there.
 
@@ -79,23 +80,27 @@ class LearnedScore:
         scores = self.scores_from_summary(exit, summary, state)
         if exit == len(self.exits) - 1:
             return scores, None
-        confidence_and_class = summary[:, ::4]
+        confidence_and_class = summary[:, ::3]
         return scores, confidence_and_class if state is None else np.concatenate([state, confidence_and_class], axis=1)
 
     def _compute_one(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Do the same for a single sample, in floats of Python: every call of NumPy takes longer than all of them."""
-        probs = pred.probs[0]
-        top, second, third = (*np.sort(probs)[:-4:-1].tolist(), 0.0, 0.0)[:3]
-        summary = (top, second, third, float(negative_entropy(pred)[0]), float(probs.argmax()))
+        probs = pred.probs[0].tolist()
+        top = max(probs)
+        predicted = probs.index(top)
+        probs[predicted] = 0.0
+        second = max(probs)
+        probs[probs.index(second)] = 0.0
+        third = max(probs)
         earlier = [] if state is None else state[0].tolist()
         weights, score = self.exits[exit], top
         if weights is not None:
-            score = 1 / (1 + float(np.exp(-max(_logits(weights, summary, earlier), -_MAX_LOGIT))))
+            score = 1 / (1 + exp(-max(_logits(weights, (top, second, third, predicted), earlier), -_MAX_LOGIT)))
         is_last = exit == len(self.exits) - 1
-        return np.array([score]), None if is_last else np.array([[*earlier, top, summary[4]]])
+        return np.array([score], dtype=np.float32), None if is_last else np.array([[*earlier, top, predicted]])
 
     def scores_from_summary(self, exit: int, summary: Array, state: ScoreState) -> Array:
-        """Return the scores (n,) from the summary (n, 5) of an exit and the state (n, 2 * exit) of earlier exits."""
+        """Return the scores (n,) from the summary (n, 4) of an exit and the state (n, 2 * exit) of earlier exits."""
         weights = self.exits[exit]
         if weights is None:
             return summary[:, 0]
@@ -121,27 +126,26 @@ class LearnedScore:
 
 
 def summarize(pred: ExitPrediction) -> Array:
-    """Return (n, 5) what the learned score uses of a prediction: the top three probabilities, entropy and class.
+    """Return (n, 4) what the learned score uses of a prediction: the top three probabilities and the class.
 
-    The entropy is negative. Missing probabilities of nets with fewer than three classes are 0.
+    Missing probabilities of nets with fewer than three classes are 0.
     """
     probs = pred.probs
     classes = probs.shape[1]
-    summary = np.zeros((len(probs), 5))
+    summary = np.zeros((len(probs), 4))
     if classes > 3 and len(probs) > 1:  # sorting a single sample is faster
         probs_by_size = np.partition(probs, (classes - 3, classes - 2, classes - 1), axis=1)
     else:
         probs_by_size = np.sort(probs, axis=1)
     summary[:, : min(classes, 3)] = probs_by_size[:, :-4:-1]
-    summary[:, 3] = negative_entropy(pred)
-    summary[:, 4] = probs.argmax(axis=1)
+    summary[:, 3] = probs.argmax(axis=1)
     return summary
 
 
 def _list_features(summary: Array, state: ScoreState) -> list[Array]:
-    """Return the features, (n,) each, from the summary (n, 5) of an exit and the state of earlier exits."""
-    top, second, third, entropy, predicted = summary.T
-    features = [top - second, top, third, entropy]
+    """Return the features, (n,) each, from the summary (n, 4) of an exit and the state of earlier exits."""
+    top, second, third, predicted = summary.T
+    features = [top - second, top, third]
     for j in range(0, 0 if state is None else state.shape[1], 2):
         assert state is not None
         features += [state[:, j], (state[:, j + 1] == predicted).astype(np.float64)]
@@ -149,27 +153,26 @@ def _list_features(summary: Array, state: ScoreState) -> list[Array]:
 
 
 def _logits(weights: Sequence[float], summary: Sequence[Any], state: Sequence[Any]) -> Any:
-    """Return the logits from summary (5,) and state (2 * exit,) of one sample, or of n: each entry is (n,) then.
+    """Return the logits from summary (4,) and state (2 * exit,) of one sample, or of n: each entry is (n,) then.
 
     Products are added in the order of the weights, so a score does not depend on the other samples of its batch.
     """
-    top, second, third, entropy, predicted = summary
-    intercept, margin_weight, top_weight, third_weight, entropy_weight, *earlier = weights
+    top, second, third, predicted = summary
+    intercept, margin_weight, top_weight, third_weight, *earlier = weights
     logits = intercept + margin_weight * (top - second) + top_weight * top + third_weight * third
-    logits = logits + entropy_weight * entropy
     for j in range(0, len(earlier), 2):
         logits = logits + earlier[j] * state[j] + earlier[j + 1] * (state[j + 1] == predicted)
     return logits
 
 
 def summaries_of(preds: Predictions) -> Array:
-    """Return the summaries (K, n, 5) of all exits, cached in the predictions."""
+    """Return the summaries (K, n, 4) of all exits, cached in the predictions."""
     return preds.reduce("learned summaries", summarize)
 
 
 def state_at(summaries: Array, exit: int) -> ScoreState:
-    """Return the score state (n, 2 * exit) of samples before an exit, from the summaries (K, n, 5) of all exits."""
-    return np.concatenate(summaries[:exit, :, ::4], axis=1) if exit else None
+    """Return the score state (n, 2 * exit) of samples before an exit, from the summaries (K, n, 4) of all exits."""
+    return np.concatenate(summaries[:exit, :, ::3], axis=1) if exit else None
 
 
 def learned_scores(model: LearnedScore, preds: Predictions) -> Array:

@@ -184,16 +184,25 @@ class Policy(Result):
         """
         if self.thresholds[exit] == -inf:  # as at the last exit: all samples that are left exit
             return np.ones(len(pred.probs), dtype=bool), None
-        if self.score_model is None:
-            values, state = SCORES[self.score].compute(pred, state)
-        else:
-            values, state = self.score_model.compute(exit, pred, state)
-        score, threshold = np.asarray(values, dtype=np.float32), self._float32_thresholds[exit]
+        score, state = self._compute_scores(exit, pred, state)
+        threshold = self._float32_thresholds[exit]
+        if len(score) == 1:  # scalars take half as long as arrays of one number
+            value = score[0]
+            if value != threshold:
+                return np.array([value > threshold]), state
         mask = score > threshold
         tied = score == threshold
         if tied.any():  # only these need their hash
             mask[tied] = break_ties(score[tied], pred.probs[tied]) >= self.thresholds[exit]
         return mask, state
+
+    def _compute_scores(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Return the scores (n,) of an exit as float32, without ties broken, and the updated score state."""
+        if self.score_model is None:
+            values, state = SCORES[self.score].compute(pred, state)
+        else:
+            values, state = self.score_model.compute(exit, pred, state)
+        return np.asarray(values, dtype=np.float32), state
 
     def stops(self, exit: int, said: ExitPrediction, memory: ScoreState) -> tuple[Array, ScoreState]:
         """Return the exit mask (n,) and the updated score state: former name of `exit_mask`."""
