@@ -88,7 +88,7 @@ class TestRule:
     def test_candidates(self) -> None:
         assert [method.name for method in candidate_methods(3, laplace=True)] == list(CANDIDATES)
         assert [method.name for method in candidate_methods(3, laplace=False)] == PLAIN
-        assert [method.name for method in candidate_methods(1, laplace=False)] == ["T_opt", "Pool"]
+        assert [method.name for method in candidate_methods(1, laplace=False)] == ["T_opt", "Pool", "Pool W_opt"]
         assert all(method.has_variance for method in candidate_methods(3, laplace=True, variance=True))
 
     def test_of_many_samples_some_are_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,15 @@ class TestCommands:
         done = exitwise("calibrate", run, "--json", "--samples", 5)
         assert done.status == 0, done.err
         result = json.loads(done.out)
-        assert (result["method"], result["selection"]["chosen"]) == ("Pool", "Pool")
-        assert "exitwise: auto chose Pool: cross-validated NLPD" in done.err
+        assert (result["method"], result["selection"]["chosen"]) == ("Pool W_opt", "Pool W_opt")
+        assert "exitwise: auto chose Pool W_opt: cross-validated NLPD" in done.err
         saved = Run(run).selection()
         assert saved is not None
         assert saved.to_dict() == result["selection"]
         done = exitwise("evaluate", run, "--budget", "50%", "--json")
-        assert json.loads(done.out)["method"] == "Pool"
+        assert json.loads(done.out)["method"] == "Pool W_opt"
         assert "auto chose Pool" in done.err
-        assert (run / "calibrations" / "pool.safetensors").is_file()
+        assert (run / "calibrations" / "pool-w_opt.safetensors").is_file()
 
     def test_a_certificate_chooses_without_the_held_out_samples(self, tmp_path: Path, exitwise: Command) -> None:
         run = zoo_run(tmp_path / "run")

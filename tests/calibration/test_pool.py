@@ -27,7 +27,7 @@ from torch import Tensor
 
 import exitwise as ew
 from exitwise.calibration import pool
-from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.calibration import CalibratedExit, Calibration
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.methods import get_method
 from exitwise.calibration.overhead import cost_table, pool_macs
@@ -37,10 +37,17 @@ from exitwise.runtime.exit_modules import runtime_exits
 pytestmark = pytest.mark.numerical
 
 FULL = "Pool Laplace T_opt sigma_opt"
-NAMES = [
-    f"Pool {name}".strip()
-    for name in ("", "T_opt", "Laplace", "Laplace T_opt", "Laplace sigma_opt", "Laplace T_opt sigma_opt")
-]
+PARTS = (
+    "",
+    "T_opt",
+    "Laplace",
+    "Laplace T_opt",
+    "Laplace sigma_opt",
+    "Laplace T_opt sigma_opt",
+    "W_opt",
+    "T_opt W_opt",
+)
+NAMES = [f"Pool {parts}".strip() for parts in PARTS]
 ROUNDING = 2e-6  # of an NLPD whose logarithms are float32
 
 
@@ -66,7 +73,7 @@ def penalized(
 
 
 class TestMethods:
-    def test_the_six_are_found_by_name_and_slug(self) -> None:
+    def test_the_eight_are_found_by_name_and_slug(self) -> None:
         for name in NAMES:
             method = get_method(name)
             assert (method.name, method.ensemble, method.has_variance) == (name, "pool", False)
@@ -156,7 +163,7 @@ class TestGuarantee:
                 assert value <= float(alone) + ROUNDING
 
     @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("name", ["Pool", "Pool T_opt", FULL])
+    @pytest.mark.parametrize("name", ["Pool", "Pool T_opt", "Pool W_opt", FULL])
     def test_of_a_calibration(self, name: str, seed: int) -> None:
         """Against temperature alone; with Laplace, against the same posterior without the pool."""
         trace = random_trace(n=80, seed=10 * seed)
@@ -180,7 +187,7 @@ class TestGuarantee:
 
 
 class TestConfidence:
-    """Mean confidence and accuracy are made equal where they differ by more than chance."""
+    """Mean confidence and accuracy are brought together where they differ by more than chance."""
 
     def outliers(self, n: int, share: float) -> tuple[list[Tensor], Tensor]:
         """Exits of which both are surely wrong for a few samples: the lowest NLPD is then too modest on the others."""
@@ -195,7 +202,8 @@ class TestConfidence:
         confidence, predicted = logits.add(0 if exit.bias is None else exit.bias).softmax(dim=1).max(dim=1)
         return confidence - (predicted == labels).double()
 
-    def test_it_equals_the_accuracy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_chance_does_not_explain_is_corrected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The positive-part James-Stein estimate of a gap g with standard error s leaves s^2 / g of it."""
         rows, labels = self.outliers(2000, 0.01)
         matched = pool.fit_pool(rows, labels)
         monkeypatch.setattr(pool, "_match_confidence", lambda *_: 1.0)
@@ -203,7 +211,8 @@ class TestConfidence:
         before = self.gap(rows, labels, plain[1])
         error = float(before.std()) / 2000**0.5
         assert abs(float(before.mean())) > 2 * error
-        assert abs(float(self.gap(rows, labels, matched[1]).mean())) < 0.02 * error
+        remaining = error**2 / float(before.mean())
+        assert float(self.gap(rows, labels, matched[1]).mean()) == pytest.approx(remaining, abs=0.02 * error)
         factors = np.divide(matched[1].weights, plain[1].weights)
         assert np.ptp(factors) < 1e-6
 
@@ -217,7 +226,9 @@ class TestConfidence:
         rows, _ = experts(2, 2000, 6, 9)
         point = pool._Point(torch.tensor([0.0, 1.0], dtype=torch.float64), None, 0.0, 0.0, {})
         logits = rows[1].double()
-        drawn = torch.multinomial(logits.exp(), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
+        drawn = torch.multinomial(logits.exp(), 1, generator=torch.Generator().manual_seed(2)).squeeze(1)
+        within = pool._Objective(rows, drawn).confidence(point, 1.0)
+        assert within.gap**2 < within.variance
         assert pool._match_confidence(pool._Objective(rows, drawn), point, 10.0) == 1.0
         sharper = pool._Point(torch.tensor([0.0, 1.5], dtype=torch.float64), None, 0.0, 0.0, {})
         factor = pool._match_confidence(pool._Objective(rows, drawn), sharper, 10.0)
@@ -298,7 +309,7 @@ def spoiled(kind: str) -> ew.Trace:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("name", ["Pool", FULL])
+    @pytest.mark.parametrize("name", ["Pool", "Pool W_opt", FULL])
     @pytest.mark.parametrize(
         "kind",
         [
@@ -330,12 +341,12 @@ class TestBadInput:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("name", ["Pool", FULL])
+    @pytest.mark.parametrize("name", ["Pool", "Pool W_opt", FULL])
     def test_saved_calibrations_predict_the_same(self, tmp_path: Path, name: str) -> None:
         trace = random_trace()
         calibration = ew.calibrate(trace, name, num_draws=6)
         assert calibration.pool is not None
-        with_bias = tuple(ExitWeights(exit.weights, torch.linspace(-1, 1, 5)) for exit in calibration.pool)
+        with_bias = tuple(replace(exit, bias=torch.linspace(-1, 1, 5)) for exit in calibration.pool)
         for saved in (calibration, replace(calibration, pool=with_bias)):
             saved.save(tmp_path / "c.safetensors")
             loaded = Calibration.load(tmp_path / "c.safetensors")
@@ -348,6 +359,16 @@ class TestFiles:
         refused(lambda: Calibration.from_tensors(negative, metadata), "pool.1.weights must not be negative")
         short = tensors | {"pool.2.weights": torch.ones(2, dtype=torch.float64)}
         refused(lambda: Calibration.from_tensors(short, metadata), "pool.2.weights must be", "(3,)")
+        wide = tensors | {"pool.0.update": torch.ones(5, 5)}
+        refused(lambda: Calibration.from_tensors(wide, metadata), "pool.0.update must be", "(6, 5)")
+        infinite = tensors | {"pool.0.update": torch.full((6, 5), inf)}
+        refused(lambda: Calibration.from_tensors(infinite, metadata), "pool.0.update", "not finite")
+
+
+def with_update(exit: ExitWeights, calibrated_exit: CalibratedExit) -> ExitWeights:
+    """A pool whose update is large enough to change answers."""
+    head = calibrated_exit.head.weight
+    return replace(exit, update=0.3 * torch.randn(head.T.shape, generator=torch.Generator().manual_seed(len(head))))
 
 
 class TestRuntime:
@@ -366,7 +387,10 @@ class TestRuntime:
         assert float((ew.Classifier(net, calibration, stay)(images).probs - expected).abs().max()) < 1e-5
 
     @pytest.mark.parametrize("score", ["confidence", "entropy"])
-    @pytest.mark.parametrize(("name", "mode"), [("Pool", "paper"), (FULL, "paper"), (FULL, "exact"), (FULL, "naive")])
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        [("Pool", "paper"), ("Pool W_opt", "paper"), (FULL, "paper"), (FULL, "exact"), (FULL, "naive")],
+    )
     def test_every_mode(self, name: str, mode: str, score: str) -> None:
         net, calibration, images = tiny()[0], calibrated(name, mode), some_images(100)
         preds = simulated(net, calibration, images)
@@ -375,10 +399,30 @@ class TestRuntime:
             pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
             assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
+    @pytest.mark.parametrize("biased", [True, False])
+    def test_an_update_is_added_to_the_logits(self, biased: bool) -> None:
+        net, images, calibration = tiny()[0], some_images(50), calibrated("Pool")
+        assert calibration.pool is not None
+        exits = [replace(exit, bias=torch.linspace(-0.5, 0.5, 10) if biased else None) for exit in calibration.pool]
+        updated = [with_update(exit, own) for exit, own in zip(exits, calibration.exits, strict=True)]
+        plain = simulated(net, replace(calibration, pool=tuple(exits)), images)
+        calibration = replace(calibration, pool=tuple(updated))
+        preds = simulated(net, calibration, images)
+        with torch.no_grad():
+            features = net.eval().features(images)
+        for k, (exit, x) in enumerate(zip(updated, features, strict=True)):
+            assert exit.update is not None
+            expected = (plain.log_probs[k].double() + (x @ exit.update).double()).softmax(dim=1)
+            assert float((preds.probs[k] - expected).abs().max()) < 1e-5
+        policy = random_policy(preds, 0, "confidence")
+        pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
+        assert_as_simulated(policy, preds, pred.exits, pred.probs)
+
+    @pytest.mark.parametrize("name", ["Pool", "Pool W_opt"])
     @pytest.mark.parametrize("factor", [10, 50])
-    def test_probabilities_of_zero(self, factor: float) -> None:
+    def test_probabilities_of_zero(self, factor: float, name: str) -> None:
         trace = random_trace()
-        calibration = ew.calibrate(trace, "Pool")
+        calibration = ew.calibrate(trace, name)
         features = [x * factor for x in trace.val.features]
         state = None
         for exit, x, expected in zip(
@@ -401,7 +445,9 @@ class TestRuntime:
         loaded = ew.Classifier.load(tmp_path / "c.safetensors")
         assert same(clf(some_images(40)), loaded(some_images(40)))
 
-    @pytest.mark.parametrize(("name", "biased"), [("Pool", True), (FULL, False)])
+    @pytest.mark.parametrize(
+        ("name", "biased"), [("Pool", True), ("Pool W_opt", False), ("Pool W_opt", True), (FULL, False)]
+    )
     @pytest.mark.slow
     def test_a_bundle(self, tmp_path: Path, name: str, biased: bool) -> None:
         for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -411,7 +457,10 @@ class TestRuntime:
         calibration = calibrated(name)
         assert calibration.pool is not None
         bias = torch.linspace(-0.5, 0.5, 10) if biased else None
-        calibration = replace(calibration, pool=tuple(ExitWeights(exit.weights, bias) for exit in calibration.pool))
+        exits = [replace(exit, bias=bias) for exit in calibration.pool]
+        if "W_opt" in name:
+            exits = [with_update(exit, own) for exit, own in zip(exits, calibration.exits, strict=True)]
+        calibration = replace(calibration, pool=tuple(exits))
         clf = ew.Classifier(tiny()[0], calibration, middle_policy(calibration), costs=(1, 2, 3))
         clf.export(tmp_path / "bundle")
         session = Session(tmp_path / "bundle", threads=1)
@@ -438,3 +487,6 @@ def test_its_cost_is_counted() -> None:
     rows = cost_table(ew.models.msdnet("tiny-8"), (1, 8, 8))
     added = [row.pool - row.vanilla for row in rows]
     assert added == list(np.cumsum([pool_macs(10, k + 1) for k in range(len(rows))]))
+    features = [head.last.in_features for head in ew.models.msdnet("tiny-8").exits]
+    updates = [row.pool_w_opt - row.pool for row in rows]
+    assert updates == list(np.cumsum([(p + 1) * 10 for p in features]))

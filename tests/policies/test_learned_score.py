@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 
 import exitwise as ew
 from exitwise.core.predictions import ExitPrediction, Predictions
+from exitwise.core.stopping import stopping_target
 from exitwise.policies import learned_score
 from exitwise.policies.learned_score import LearnedScore, cross_fit, split_folds
 from exitwise.policies.score_choice import describe_choice, fit_score
@@ -95,6 +96,21 @@ class TestFit:
         assert learned is not None
         assert confidence is not None
         assert learned > confidence + 0.05
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_the_target_is_that_of_a_loop(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        correct, log_true = rng.random((4, 50)) < 0.3, -rng.exponential(size=(4, 50))
+        target = stopping_target(correct, log_true)
+        for k, i in np.ndindex(4, 50):
+            if correct[k, i]:
+                expected = 1.0
+            elif correct[k + 1 :, i].any():
+                expected = 0.0
+            else:
+                expected = min(1.0, (np.exp(log_true[k, i]) / np.exp(log_true[3, i])) ** 0.5)
+            assert target[k, i] == pytest.approx(expected)
+        assert (target[-1] == 1).all()
 
 
 class TestBadInput:
@@ -370,19 +386,21 @@ class TestAuto:
         assert error == pytest.approx(np.std(differences), rel=0.15)  # 300 resamples know it within 4 %
 
     def test_the_shipped_trace(self) -> None:
-        """The learned score is better than confidence on test samples, at the paper's budgets."""
+        """The learned score is better than confidence on test samples, at the paper's budgets, at little NLPD."""
         trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
         assert trace.test is not None
-        calibration = ew.calibrate(trace, "Pool")
+        calibration = ew.calibrate(trace, "Pool W_opt")
         val, test = calibration.predict(trace.val), calibration.predict(trace.test)
         means = {}
         for score in ("confidence", "auto"):
             policies = ew.sweep(val, costs=trace.costs, score=score, labels=trace.val.labels)
             curve = ew.budget_curve(test, labels=trace.test.labels, policies=policies, costs=trace.costs)
             means[score] = curve.mean(7e6, 2.6e7)
-        assert policies[0].score in ("margin", "learned")
+        assert policies[0].score == "learned"
         assert means["auto"]["top1"] > 0.636
         assert means["auto"]["eefp"] > 0.80
+        assert means["auto"]["nlpd"] < 1.356
+        assert means["auto"]["ece"] < 0.0105
         assert means["auto"]["top1"] > means["confidence"]["top1"] + 0.002
 
     def test_a_trace_of_former_files_still_opens(self) -> None:

@@ -221,7 +221,7 @@ class Calibration:
                 log_probs = exit.log_probs(x)
                 if self.exit_weights is not None and self.method.ensemble is not None:
                     ensemble = ENSEMBLES[self.method.ensemble]
-                    log_probs, state = ensemble.advance_log_probs(state, log_probs, self.exit_weights[k])
+                    log_probs, state = ensemble.advance_log_probs(state, log_probs, self.exit_weights[k].at(x))
                 if not tensorfiles.all_finite(log_probs):
                     sample = int((~torch.isfinite(log_probs)).any(dim=1).nonzero()[0])
                     raise InputError(f"exit {k}: the features of sample {sample} are too extreme for float32")
@@ -254,6 +254,7 @@ class Calibration:
         for k, pooled in enumerate(self.pool or ()):
             tensors[f"pool.{k}.weights"] = torch.tensor(pooled.weights, dtype=torch.float64)
             tensors |= {} if pooled.bias is None else {f"pool.{k}.bias": pooled.bias}
+            tensors |= {} if pooled.update is None else {f"pool.{k}.update": pooled.update}
         for k, exit in enumerate(self.exits):
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
@@ -262,8 +263,9 @@ class Calibration:
                 parts["masks"] = exit.dropout.masks.to(torch.uint8)
             tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
         method = asdict(self.method)
-        if self.method.dropout is None:
-            del method["dropout"]  # keeps the file readable by versions without dropout
+        for name in ("dropout", "tune_weights"):
+            if not method[name]:
+                del method[name]  # keeps the file readable by versions without it
         metadata = {
             "method": method,
             "mode": self.mode,
@@ -321,7 +323,7 @@ class Calibration:
             grids=grids,
             settings=settings,
             selection=MethodSelection.from_dict(metadata["selection"]) if "selection" in metadata else None,
-            pool=tuple(_read_pool(k, tensors, c) for k in range(len(grids))) if is_fitted else None,
+            pool=tuple(_read_pool(k, tensors, exits[k].head) for k in range(len(grids))) if is_fitted else None,
         )
 
 
@@ -376,15 +378,19 @@ def _read_masks(k: int, tensors: Mapping[str, Tensor], rate: float, head: HeadWe
     return DropoutMasks(rate, masks.bool())
 
 
-def _read_pool(k: int, tensors: Mapping[str, Tensor], c: int) -> ExitWeights:
-    """Return the pool of exit k after checking its weights and its bias, if it has one."""
-    weights, bias = tensors[f"pool.{k}.weights"], tensors.get(f"pool.{k}.bias")
+def _read_pool(k: int, tensors: Mapping[str, Tensor], head: HeadWeights) -> ExitWeights:
+    """Return the pool of exit k after checking its weights, and its bias and its update if it has them."""
+    weights, bias, update = (tensors.get(f"pool.{k}.{name}") for name in ("weights", "bias", "update"))
+    if weights is None:
+        raise KeyError(f"pool.{k}.weights")
     _check_tensor(f"pool.{k}.weights", weights, torch.float64, (k + 1,))
     if bool((weights < 0).any()):
         raise InputError(f"pool.{k}.weights must not be negative, but are {weights.tolist()}")
     if bias is not None:
-        _check_tensor(f"pool.{k}.bias", bias, torch.float32, (c,))
-    return ExitWeights(tuple(weights.tolist()), bias)
+        _check_tensor(f"pool.{k}.bias", bias, torch.float32, (len(head.weight),))
+    if update is not None:
+        _check_tensor(f"pool.{k}.update", update, torch.float32, tuple(head.weight.T.shape))
+    return ExitWeights(tuple(weights.tolist()), bias, update)
 
 
 def _pool_to_dict(exit: ExitWeights) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Choice of the calibration method, `method="auto"`, by cross-validated NLPD on the validation split.
 
-Candidates are temperature, MIE, PoE and Pool, each without and with Laplace. Every candidate is tuned on four fifths of
-the samples and scored on the last fifth, five times. Its score is the NLPD, averaged over exits: which exits will be
-visited depends on a budget that is not known yet, and every exit's confidence decides who stops there.
+Candidates are temperature, MIE, PoE and Pool, each without and with Laplace, and Pool with `W_opt`. Every candidate is
+tuned on four fifths of the samples and scored on the last fifth, five times. Its score is the NLPD, averaged over
+exits: which exits will be visited depends on a budget that is not known yet, and every exit's confidence decides which
+samples stop there.
 
 Of all candidates whose score is within one standard error of the best one, the simplest is chosen. The error is that of
 the paired difference to the best one. Methods without draws are simpler than those with draws, and within both groups
-the order is temperature, MIE, PoE, Pool.
+the order is temperature, MIE, PoE, Pool, Pool W_opt.
 
 One table of log p(true label) per exit, grid points by samples, serves all folds of temperature and MIE, and gives the
 points of the exits that a pool is fitted to. In the folds of PoE with Laplace, only temperatures are searched; the
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exitwise.calibration.bands import split_last_layer
 from exitwise.calibration.calibration import cost_weights
 from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
 from exitwise.calibration.exit_objective import ExitObjective
@@ -32,6 +34,7 @@ CANDIDATES = (  # from simple to complex
     "MIE T_opt",
     "PoE T_opt",
     "Pool",
+    "Pool W_opt",
     "Laplace T_opt sigma_opt",
     "MIE Laplace T_opt sigma_opt",
     "PoE Laplace T_opt sigma_opt",
@@ -107,7 +110,7 @@ class CrossValidation:
         """Return the mean over exits of -log p(true label) (n,), each sample by what was tuned without its fold."""
         prior_vars = self._prior_vars if method.tune_prior else self._prior_vars[:1]
         if method.ensemble == "pool":
-            log_true = self._pool(exits, prior_vars if method.laplace else None)
+            log_true = self._pool(exits, prior_vars if method.laplace else None, method.tune_weights)
         elif method.ensemble is None or ENSEMBLES[method.ensemble].is_elementwise:
             ensemble = None if method.ensemble is None else ENSEMBLES[method.ensemble]
             log_true = self._elementwise(exits, ensemble, prior_vars)[0]
@@ -158,7 +161,7 @@ class CrossValidation:
                 out[k, self._tests[i]], states[i] = log_true[self._tests[i]], state
         return out
 
-    def _pool(self, exits: Sequence[ExitObjective], prior_vars: Sequence[float] | None) -> Tensor:
+    def _pool(self, exits: Sequence[ExitObjective], prior_vars: Sequence[float] | None, tune_weights: bool) -> Tensor:
         """Return log p(true label) (K, n) out of fold of a pool; without Laplace the temperature does not matter."""
         out = torch.empty(len(exits), len(self._labels))
         points = None if prior_vars is None else self._elementwise(exits, None, prior_vars)[1]
@@ -170,9 +173,10 @@ class CrossValidation:
                 if (k, point) not in cache:
                     cache[k, point] = exit.all_log_probs(*point)
                 rows.append(cache[k, point])
-            pool = fit_pool([row[~test] for row in rows], self._labels[~test])
-            tested = [row[test] for row in rows]
-            out[:, test] = pool_log_true(pool, tested, self._labels[test]).float()
+            bands = [split_last_layer(exit.head, exit.features[~test]) for exit in exits] if tune_weights else None
+            pool = fit_pool([row[~test] for row in rows], self._labels[~test], bands=bands)
+            tested, features = [row[test] for row in rows], [exit.features[test] for exit in exits]
+            out[:, test] = pool_log_true(pool, tested, self._labels[test], features).float()
         return out
 
 

@@ -23,11 +23,20 @@ MIN_LOG_PROB = log(MIN_PROB)
 class ExitWeights:
     """Weights of the exits 0..k in the ensemble of exit k, not normalized; `weights[-1]` is the weight of exit k.
 
-    A pool may also have a bias (c,), which is added to its logits.
+    A pool may also have a bias (c,), which is added to its logits, and an update (p, c), which is multiplied by the
+    features of exit k and added, too.
     """
 
     weights: tuple[float, ...]
     bias: "Tensor | None" = None
+    update: "Tensor | None" = None
+
+    def at(self, features: "Tensor") -> "ExitWeights":
+        """Return the weights for samples with features (n, p): an update becomes part of a bias (n, c)."""
+        if self.update is None:
+            return self
+        bias = features.float() @ self.update
+        return ExitWeights(self.weights, bias if self.bias is None else bias + self.bias)
 
     @property
     def shares(self) -> tuple[float, float]:

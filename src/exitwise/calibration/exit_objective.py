@@ -31,7 +31,7 @@ class ExitObjective:
         draws: Tensor,
         dropout: DropoutMasks | None,
     ) -> None:
-        self._head, self._features, self._dropout = head, features, dropout
+        self.head, self.features, self._dropout = head, features, dropout
         features = features.float()
         self._logits = head.logits(features)
         self.labels, self._eigen, self._draws = labels, eigen, draws
@@ -56,7 +56,7 @@ class ExitObjective:
         """Compute log p(true label) (T, V, m) of the samples in `part`, differentiable in both arguments."""
         logits, labels = self._logits[part], self.labels[part]
         if self._dropout is not None:
-            sampled = self._dropout.sample_logits(self._head, self._features[part])
+            sampled = self._dropout.sample_logits(self.head, self.features[part])
             return _log_true_of_chunks(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
         if self._eigen is None or self._squares is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)

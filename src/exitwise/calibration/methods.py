@@ -1,4 +1,4 @@
-"""The calibration methods by name: the twelve of the paper's ablation, six each with PoE and Pool, four with dropout.
+"""The calibration methods by name: twelve of the paper's ablation, six with PoE, eight with Pool, four with dropout.
 
 This module imports neither torch nor NumPy, because the command line needs the names to start, and starts fast.
 """
@@ -33,6 +33,8 @@ class Method:
         tune_prior: Whether prior variances are tuned; they are 2 otherwise. Needs `laplace`.
         dropout: Rate of last-layer Monte Carlo dropout, strictly between 0 and 1, or None. It replaces Laplace, and
             cannot be combined with "poe" or "pool".
+        tune_weights: Whether a pool also weights the last layer of every exit anew, along directions in which features
+            vary much or little. Needs `ensemble` "pool", without Laplace.
 
     Raises:
         InputError: An argument is invalid, or the parts cannot be combined.
@@ -50,9 +52,10 @@ class Method:
     tune_temperature: bool = True
     tune_prior: bool = True
     dropout: float | None = None
+    tune_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("laplace", "tune_temperature", "tune_prior"):
+        for name in ("laplace", "tune_temperature", "tune_prior", "tune_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but got {getattr(self, name)!r}")
         if self.ensemble not in (None, *ENSEMBLES):
@@ -60,6 +63,9 @@ class Method:
             raise InputError(f"`ensemble` must be None, {known}, but got {self.ensemble!r}")
         if self.tune_prior and not self.laplace:
             raise InputError("`tune_prior` needs `laplace`: without it there is no prior variance")
+        if self.tune_weights and (self.laplace or self.ensemble != "pool"):
+            conflict = "`laplace`" if self.laplace else f"`ensemble` {self.ensemble!r}"
+            raise InputError(f"`tune_weights` needs `ensemble` 'pool' without Laplace, but got {conflict}")
         if self.dropout is None:
             return
         if not isinstance(self.dropout, float) or not 0 < self.dropout < 1:
@@ -77,6 +83,7 @@ class Method:
             dropout: self.dropout is not None,
             "T_opt": self.tune_temperature,
             "sigma_opt": self.tune_prior,
+            "W_opt": self.tune_weights,
         }
         ensemble = [ENSEMBLES[self.ensemble].label] if self.ensemble else []
         return " ".join([*ensemble, *(part for part, enabled in parts.items() if enabled)]) or VANILLA
@@ -119,7 +126,9 @@ def _by_name(methods: Iterator[Method]) -> dict[str, Method]:
 
 METHODS: Mapping[str, Method] = _by_name(_iter_methods(None, "mie"))
 POE_METHODS: Mapping[str, Method] = _by_name(_iter_methods("poe"))  # not in the paper
-_OTHER_METHODS = _by_name(_iter_methods(*(name for name in ENSEMBLES if name != "mie")))
+_OTHER_METHODS = _by_name(_iter_methods(*(name for name in ENSEMBLES if name != "mie"))) | _by_name(
+    replace(method, tune_weights=True) for method in _iter_methods("pool") if not method.laplace
+)
 DROPOUT_METHODS: Mapping[str, Method] = _by_name(  # the paper reports only their cost
     replace(method, dropout=DEFAULT_DROPOUT_RATE) for method in METHODS.values() if not method.laplace
 )
@@ -146,8 +155,8 @@ def get_method(name: str) -> Method:
     slug = _make_slug(name.replace(rate[0], "") if rate else name)
     if slug not in by_slug:
         nearest = get_close_matches(slug, by_slug, n=1, cutoff=0.4)
-        known = f"for example 'auto', 'Pool', {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
+        known = f"for example 'auto', 'Pool W_opt', {OURS!r}, 'T_opt', 'PoE T_opt' or 'MC dropout T_opt'"
         hint = f"did you mean {by_slug[nearest[0]].name!r}?" if nearest else known
-        kinds = "one of the paper's twelve, of the six with PoE, of the six with Pool or of the four with MC dropout"
+        kinds = "one of the paper's twelve, of the six with PoE, of the eight with Pool or of the four with MC dropout"
         raise InputError(f"`method` must be {kinds}, but got {name!r}; {hint}")
     return replace(by_slug[slug], dropout=float(rate[1])) if rate else by_slug[slug]

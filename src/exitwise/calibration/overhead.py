@@ -29,6 +29,11 @@ def pool_macs(classes: int, exits: int) -> int:
     return (exits + 2) * classes
 
 
+def pool_update_macs(features: int, classes: int) -> int:
+    """MACs of the update of a pool with `W_opt` at one exit: a second last layer."""
+    return (features + 1) * classes
+
+
 def mc_dropout_macs(features: int, classes: int, num_draws: int = DEFAULT_DRAWS) -> int:
     """MACs of last-layer Monte Carlo dropout at one exit: the last layer once per mask."""
     return num_draws * (features + 1) * classes
@@ -47,12 +52,13 @@ class ExitCost:
     ours: float  # Laplace and ensembling together
     mc_dropout: float
     pool: float  # a pool without Laplace
+    pool_w_opt: float  # with the update of `W_opt` at every exit
 
 
 def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int = DEFAULT_DRAWS) -> list[ExitCost]:
     """Compute the cost of every exit; each method adds its overhead at that exit and at all exits before it."""
     c = net.num_classes
-    rows, laplace, naive, ensemble, dropout, pool = [], 0, 0.0, 0, 0, 0
+    rows, laplace, naive, ensemble, dropout, pool, updates = [], 0, 0.0, 0, 0, 0, 0
     counts = zip(macs(net, input_shape), cumulative_parameters(net), net.exits, strict=True)
     for k, (vanilla, params, head) in enumerate(counts):
         p = head.last.in_features
@@ -61,6 +67,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int =
         ensemble += ensemble_macs(c) if k else 0
         dropout += mc_dropout_macs(p, c, num_draws)
         pool += pool_macs(c, k + 1)
+        updates += pool_update_macs(p, c)
         rows.append(
             ExitCost(
                 exit=k,
@@ -72,6 +79,7 @@ def cost_table(net: MultiExitNet, input_shape: tuple[int, ...], num_draws: int =
                 ours=vanilla + laplace + ensemble,
                 mc_dropout=vanilla + dropout,
                 pool=vanilla + pool,
+                pool_w_opt=vanilla + pool + updates,
             )
         )
     return rows

@@ -17,9 +17,17 @@ NLPD, approximated by one Newton step per sample:
     NLPD_loo = NLPD + 1/n sum_i g_i^T H^-1 g_i          g_i: gradient of sample i, H: Hessian of the sum above
 
 The weights with the lowest NLPD may still be too modest or too sure on average: a few samples with very low
-probabilities decide them. Where the mean confidence differs from the accuracy by more than two standard errors, all
-weights and the bias are multiplied by the factor that makes the two equal, as far as the NLPD does not rise above that
-of temperature alone.
+probabilities decide them. Where the mean confidence differs from the accuracy by g, more than its standard error s, all
+weights and the bias are multiplied by the factor that leaves a difference of s^2 / g, as far as the NLPD does not rise
+above that of temperature alone. This is the positive-part James-Stein estimate: what chance explains is not corrected.
+
+With `W_opt`, exit k adds the bands of its own last layer (`exitwise.calibration.bands`), with weights d_k of either
+sign that the same penalty draws to zero, if that lowers the leave-one-out NLPD:
+
+    logits of exit k = sum_j a_kj log p_j + sum_i d_ki W_i phi~ + b_k
+
+Nine numbers per exit: about as many as there are weights, so that predictions of the samples they are fitted on are
+hardly better than those of new ones, and thresholds can be fitted on them.
 
 Samples are converted to float64 block by block.
 """
@@ -30,6 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exitwise.calibration.bands import Bands
 from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
 
 OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
@@ -40,14 +49,16 @@ _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian woul
 _BLOCK = 1 << 19  # numbers in float64 per block of samples
 _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
-_CLEAR = 2.0  # standard errors of a clear difference between confidence and accuracy
-_MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to make confidence and accuracy equal
+_MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to bring confidence and accuracy together
 _FACTOR_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Point:
-    """Weights of the exits 0..k (k + 1,), zero for unused ones, and bias (c,) or None, with what was found there."""
+    """Weights of all experts, zero for unused ones, and bias (c,) or None, with what was found there.
+
+    Experts are the exits 0..k and, if there are any, the bands of exit k after them.
+    """
 
     weights: Tensor
     bias: Tensor | None
@@ -57,7 +68,7 @@ class _Point:
 
     @property
     def used(self) -> list[int]:
-        return [j for j, weight in enumerate(self.weights.tolist()) if weight > 0]
+        return [j for j, weight in enumerate(self.weights.tolist()) if weight != 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +92,31 @@ class _Confidence:
 
 
 class _Objective:
-    """NLPD of one exit's pool as a function of its weights (K,) and bias (c,), summed over n samples in float64."""
+    """NLPD of one exit's pool as a function of its weights and bias (c,), summed over n samples in float64.
 
-    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor) -> None:
-        self._log_probs, self._labels = log_probs, labels
+    Args:
+        log_probs: Log-probabilities (n, c) of the exits up to this one.
+        labels: True labels (n,).
+        bands: Logits (b, n, c) of the bands of this exit, which are further experts.
+    """
+
+    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor, bands: Tensor | None = None) -> None:
+        self._log_probs, self._labels, self._bands = log_probs, labels, bands
         self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
+        self.experts = self.exits + (0 if bands is None else len(bands))
 
     def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield log-probabilities (k, m, c) of the used exits and labels (m,), block by block."""
+        """Yield what the used experts give to each class (k, m, c), and labels (m,), block by block."""
         size = max(1, _BLOCK // (max(1, len(used)) * self.classes))
         for start in range(0, self.samples, size):
             part = slice(start, start + size)
-            experts = torch.stack([self._log_probs[j][part] for j in used]).clamp_(min=MIN_LOG_PROB)
-            yield experts.double(), self._labels[part]
+            yield torch.stack([self._expert(j, part) for j in used]).double(), self._labels[part]
+
+    def _expert(self, j: int, part: slice) -> Tensor:
+        if j < self.exits:
+            return self._log_probs[j][part].clamp(min=MIN_LOG_PROB)
+        assert self._bands is not None
+        return self._bands[j - self.exits, part]
 
     def confidence(self, point: _Point, factor: float) -> _Confidence:
         """Compute confidence, accuracy and NLPD at a point whose weights and bias are multiplied by a factor."""
@@ -161,24 +184,25 @@ def _minimize(
     rho: float = 0.0,
     bounds: tuple[float, float] = (0.0, float("inf")),
 ) -> _Point:
-    """Minimize NLPD and penalty over the weights of the used exits, within bounds, and over the bias if there is one.
+    """Minimize NLPD and penalty over the weights of the used experts, within bounds, and over the bias if there is one.
 
     Args:
         objective: The NLPD.
-        used: Exits whose weights may differ from zero.
-        start: Weights (k + 1,) to start from.
+        used: Experts whose weights may differ from zero.
+        start: Weights of all experts to start from.
         bias: Bias (c,) to start from; None for none.
-        target: Weights (k + 1,) that the penalty draws to.
-        tau: Strengths (k + 1,) of the penalty on the weights; None for none.
+        target: Weights of all experts that the penalty draws to.
+        tau: Strengths of the penalty on the weight of every expert; None for none.
         rho: Strength of the penalty on the bias.
-        bounds: Bounds of every weight.
+        bounds: Bounds of the weights of exits; those of bands have none.
     """
     k = len(used)
     point = start[list(used)] if bias is None else torch.cat([start[list(used)], bias])
     center, precision = torch.zeros_like(point), torch.full_like(point, rho)
     center[:k], precision[:k] = target[list(used)], 0.0 if tau is None else tau[list(used)]
     low, high = torch.full_like(point, -float("inf")), torch.full_like(point, float("inf"))
-    low[:k], high[:k] = bounds
+    num_exits = sum(j < objective.exits for j in used)
+    low[:num_exits], high[:num_exits] = bounds
 
     def evaluate(at: Tensor) -> tuple[_Sums, float, Tensor, Tensor]:
         sums = objective.sums(used, at[:k], None if bias is None else at[k:])
@@ -229,58 +253,75 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
     return solution
 
 
-def fit_pool(log_probs: Sequence[Tensor], labels: Tensor, baseline: float = 1.0) -> tuple[ExitWeights, ...]:
+def fit_pool(
+    log_probs: Sequence[Tensor], labels: Tensor, baseline: float = 1.0, bands: Sequence[Bands] | None = None
+) -> tuple[ExitWeights, ...]:
     """Fit the pool of every exit.
 
     Args:
         log_probs: Log-probabilities (n, c) of K exits, each on its own.
         labels: True labels (n,).
         baseline: Weight of an exit alone that no exit's pool may do worse than, besides the best one.
+        bands: Bands (K,) of the last layer of every exit, with the logits of the samples; None without `W_opt`.
 
     Returns:
-        Weights (K,) of the exits 0..k in the pool of exit k, with its bias if it has one.
+        Weights (K,) of the exits 0..k in the pool of exit k, with its bias and its update if it has one.
     """
     exits: list[ExitWeights] = []
     tau = torch.zeros(0, dtype=torch.float64)
     for k in range(len(log_probs)):
-        objective = _Objective(log_probs[: k + 1], labels)
+        exit_bands = None if bands is None else bands[k]
+        objective = _Objective(log_probs[: k + 1], labels, None if exit_bands is None else exit_bands.logits)
         alone = _fit_alone(objective, baseline)
-        tau = torch.cat([tau, _TAU / alone.weights[-1:] ** 2])
-        exits.append(_fit_exit(objective, alone, tau))
+        tau = torch.cat([tau, _TAU / alone.weights[k : k + 1] ** 2])
+        exits.append(_fit_exit(objective, alone, tau, exit_bands))
     return tuple(exits)
 
 
 def _fit_alone(objective: _Objective, baseline: float) -> _Point:
     """Fit only the weight of the last exit: a temperature."""
     own = objective.exits - 1
-    start = torch.zeros(own + 1, dtype=torch.float64)
+    start = torch.zeros(objective.experts, dtype=torch.float64)
     start[own] = baseline
     bounds = (min(OWN_WEIGHT_BOUNDS[0], baseline), max(OWN_WEIGHT_BOUNDS[1], baseline))
     return _minimize(objective, [own], start, None, start, bounds=bounds)
 
 
-def pool_nlpd(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> tuple[float, ...]:
-    """Return the NLPD (K,) of every exit's pool on samples with these log-probabilities (n, c) and labels (n,)."""
-    nlpd: list[float] = (-pool_log_true(pool, log_probs, labels).mean(dim=1)).tolist()
+def pool_nlpd(
+    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+) -> tuple[float, ...]:
+    """Return the NLPD (K,) of every exit's pool; the arguments are those of `pool_log_true`."""
+    nlpd: list[float] = (-pool_log_true(pool, log_probs, labels, features).mean(dim=1)).tolist()
     return tuple(nlpd)
 
 
-def pool_log_true(pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor) -> Tensor:
-    """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block."""
+def pool_log_true(
+    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+) -> Tensor:
+    """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block.
+
+    Args:
+        pool: The pool of every exit.
+        log_probs: Log-probabilities K x (n, c) of the exits, each on its own.
+        labels: True labels (n,).
+        features: Features K x (n, p_k); only pools with an update need them.
+    """
     ensemble, blocks = ENSEMBLES["pool"], []
     size = max(1, _BLOCK // log_probs[0].shape[1])
     for part in (slice(start, start + size) for start in range(0, len(labels), size)):
         state, rows = None, []
-        for exit, own in zip(pool, log_probs, strict=True):
+        for k, (exit, own) in enumerate(zip(pool, log_probs, strict=True)):
+            exit = exit.at(features[k][part]) if exit.update is not None else exit
             pooled, state = ensemble.advance_log_probs(state, own[part], exit)
             rows.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
         blocks.append(torch.stack(rows))
     return torch.cat(blocks, dim=1)
 
 
-def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:
+def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor, bands: Bands | None) -> ExitWeights:
     """Fit the pool of the last exit, with penalties `tau` (k + 1,), from its own weight alone."""
     best, own = alone, objective.exits - 1
+    tau = torch.cat([tau, tau[own:].expand(objective.experts - objective.exits)])
     if own:
         pooled = _minimize(objective, range(own + 1), alone.weights, None, alone.weights, tau)
         while pooled.used and (removable := {j: cost for j, cost in pooled.removal_costs.items() if cost < _MIN_GAIN}):
@@ -290,17 +331,26 @@ def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor) -> ExitWeights:
             pooled = _minimize(objective, used, pooled.weights, None, alone.weights, tau)
         if pooled.used and pooled.nlpd <= alone.nlpd and pooled.loo < alone.loo:
             best = pooled
+    if bands is not None:
+        used = [*best.used, *range(objective.exits, objective.experts)]
+        updated = _minimize(objective, used, best.weights, None, alone.weights, tau)
+        if updated.nlpd <= best.nlpd and (best.loo - updated.loo) * objective.samples > _MIN_GAIN:
+            best = updated
     if objective.classes <= _MAX_BIAS_CLASSES:
         best = _add_bias(objective, best, alone, tau)
     # Temperature alone has the lowest NLPD that it can have, so no other factor would be allowed.
     factor = 1.0 if best is alone else _match_confidence(objective, best, alone.nlpd)
-    return ExitWeights(
-        tuple((factor * best.weights).tolist()), None if best.bias is None else (factor * best.bias).float()
-    )
+    weights, bias = factor * best.weights, None if best.bias is None else (factor * best.bias).float()
+    update = None
+    if bands is not None and bool(weights[objective.exits :].any()):
+        update = bands.combine(weights[objective.exits :])
+        if update.bias is not None:
+            bias = update.bias if bias is None else update.bias + bias
+    return ExitWeights(tuple(weights[: objective.exits].tolist()), bias, None if update is None else update.weight)
 
 
 def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> float:
-    """Find the factor of weights and bias that makes mean confidence and accuracy equal, if they differ clearly.
+    """Find the factor of weights and bias that brings mean confidence and accuracy as close as chance allows.
 
     Confidence rises with the factor, so Newton's method finds it. If the NLPD there is above `max_nlpd`, the factor is
     halved towards 1, where it is not.
@@ -308,12 +358,14 @@ def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> 
     if not point.used:
         return 1.0
     factor, found = 1.0, objective.confidence(point, 1.0)
-    if abs(found.gap) <= _CLEAR * found.variance**0.5:
+    variance = found.variance
+    if found.gap**2 <= variance:
         return factor
+    remaining = variance / found.gap
     for _ in range(_FACTOR_STEPS):
-        if abs(found.gap) < 0.01 * found.variance**0.5 or not found.slope > 0:
+        if abs(found.gap - remaining) < 0.01 * variance**0.5 or not found.slope > 0:
             break
-        factor = min(max(factor - found.gap / found.slope, 1 / _MAX_FACTOR), _MAX_FACTOR)
+        factor = min(max(factor - (found.gap - remaining) / found.slope, 1 / _MAX_FACTOR), _MAX_FACTOR)
         found = objective.confidence(point, factor)
     for _ in range(_FACTOR_STEPS):
         if found.nlpd <= max_nlpd:

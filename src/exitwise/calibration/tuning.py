@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.calibration.bands import split_last_layer
 from exitwise.calibration.calibration import (
     CalibratedExit,
     Calibration,
@@ -201,8 +202,12 @@ class Tuner:
             log_probs = [
                 objective.all_log_probs(*point) for objective, point in zip(objectives, tuning.points, strict=True)
             ]
-            pool = fit_pool(log_probs, self.trace.val.labels)
-            val_nlpd = pool_nlpd(pool, log_probs, self.trace.val.labels)
+            val = self.trace.val
+            bands = None
+            if method.tune_weights:
+                bands = [split_last_layer(objective.head, objective.features) for objective in objectives]
+            pool = fit_pool(log_probs, val.labels, bands=bands)
+            val_nlpd = pool_nlpd(pool, log_probs, val.labels, val.features)
         return Calibration(method, self._mode, exits, weights, val_nlpd, tuple(grids), self._settings, pool)
 
     def select(self, variance: bool = False) -> MethodSelection:

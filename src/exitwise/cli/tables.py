@@ -318,6 +318,7 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
         "naive_laplace": "naive Laplace",
         "ensemble": "MIE",
         "pool": "Pool",
+        "pool_w_opt": "Pool W_opt",
         "ours": "Laplace + MIE",
         "mc_dropout": "MC dropout",
     }

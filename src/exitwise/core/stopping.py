@@ -1,4 +1,4 @@
-"""The event that stopping is right: the target that exit scores are judged by and learned from. NumPy only."""
+"""The event that stopping is right, which judges exit scores, and the target that they learn from. NumPy only."""
 
 from typing import Any
 
@@ -35,6 +35,22 @@ def stopping_is_right(correct: Array) -> Array:
     later_correct = np.zeros_like(mask)
     later_correct[:-1] = np.logical_or.accumulate(mask[:0:-1], axis=0)[::-1]
     return np.asarray(mask | ~later_correct)
+
+
+def stopping_target(correct: Array, log_true: Array) -> Array:
+    """Return (K, n) how right stopping is at each exit, from 0 to 1: the target of the learned score.
+
+    It is 1 at an exit that is correct, and 0 at a wrong one if a later exit is correct. If all later exits are wrong,
+    too, stopping loses no correct answer, but perhaps likelihood: the target is then sqrt(p_k / p_K), at most 1, with
+    the probabilities of the true label at this exit and at the last one. The root is half-way between accuracy, for
+    which it would be 1, and likelihood.
+
+    Args:
+        correct: Whether each exit is correct (K, n).
+        log_true: log p(true label) at each exit (K, n).
+    """
+    lost = np.minimum(log_true - log_true[-1], 0.0)
+    return np.where(correct, 1.0, np.where(stopping_is_right(correct), np.exp(lost / 2), 0.0))
 
 
 def find_ties(ordered: Array) -> tuple[Array, Array]:

@@ -1,6 +1,7 @@
-"""Learned exit score: the probability that stopping is right, by a small logistic model per exit. NumPy only.
+"""Learned exit score: how right stopping is, by a small logistic model per exit. NumPy only.
 
-Stopping is right at an exit that is correct, and at one after which every later exit is wrong. The features are what
+Stopping is right at an exit that is correct. Where this and every later exit is wrong, it is right as far as the true
+label keeps its probability, see `exitwise.core.stopping.stopping_target`. The features are what
 the runtime has at an exit: the margin and the top probabilities, and for each earlier exit its confidence and whether
 it predicts the same class. Weights are shrunk towards a function of the margin alone, by itself a good score, so that
 a few hundred labels suffice. The entropy adds nothing to them, and would take as long as all of them together.
@@ -15,8 +16,8 @@ import numpy as np
 
 from exitwise.core.checks import is_number
 from exitwise.core.errors import InputError, shorten
-from exitwise.core.predictions import Array, ExitPrediction, Predictions
-from exitwise.core.stopping import stopping_is_right
+from exitwise.core.predictions import Array, ExitPrediction, Predictions, log_true
+from exitwise.core.stopping import stopping_is_right, stopping_target
 
 ScoreState = Array | None  # (n, m): what a score carries from exit to exit; None if nothing
 
@@ -200,14 +201,16 @@ def cross_fit(preds: Predictions, labels: Array) -> tuple[LearnedScore, Array]:
     """
     exits, samples, _ = preds.shape
     summaries, fold_of_sample = summaries_of(preds), split_folds(samples, exits)
-    right = stopping_is_right(np.asarray(preds.predicted == labels))
+    correct = np.asarray(preds.predicted == labels)
+    right = stopping_is_right(correct)
+    target = stopping_target(correct, np.stack([log_true(pred.log_probs, labels) for pred in preds.exits()]))
     scores = summaries[:, :, 0].copy()
     learned: list[tuple[float, ...] | None] = [None] * exits
     for k in range(exits - 1 if fold_of_sample is not None else 0):
         assert fold_of_sample is not None
         features = np.stack(_list_features(summaries[k], state_at(summaries, k)), axis=1)
         folds = range(fold_of_sample.max() + 1)
-        models = [_fit_logistic(features[fold_of_sample != f], right[k, fold_of_sample != f]) for f in folds]
+        models = [_fit_logistic(features[fold_of_sample != f], target[k, fold_of_sample != f]) for f in folds]
         fitted = [model for model in models if model is not None]
         num_right = int(right[k].sum())
         if min(num_right, samples - num_right) < _MIN_RARE or len(fitted) < len(models):
@@ -223,12 +226,13 @@ def cross_fit(preds: Predictions, labels: Array) -> tuple[LearnedScore, Array]:
     return LearnedScore(tuple(learned)), scores
 
 
-def _fit_logistic(features: Array, right: Array) -> tuple[float, ...] | None:
-    """Fit intercept and weights (1 + m,) by Newton's method on standardized features (n, m); None with one class only.
+def _fit_logistic(features: Array, target: Array) -> tuple[float, ...] | None:
+    """Fit intercept and weights (1 + m,) to targets (n,) from 0 to 1; None if these are all equal.
 
-    The objective is strictly convex, so the result is unique; steps are halved until it decreases.
+    Newton's method on standardized features (n, m). The objective is strictly convex, so the result is unique; steps
+    are halved until it decreases.
     """
-    target = right.astype(np.float64)
+    target = target.astype(np.float64)
     if not np.isfinite(features).all() or target.min(initial=1) == target.max(initial=0) or not len(target):
         return None
     mean, spread = features.mean(axis=0), features.std(axis=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.methods import AUTO, OURS, VANILLA, Method
-from exitwise.calibration.overhead import ensemble_macs, laplace_macs, pool_macs
+from exitwise.calibration.overhead import ensemble_macs, laplace_macs, pool_macs, pool_update_macs
 from exitwise.calibration.trace import Split, Trace
 from exitwise.calibration.tuning import Tuner
 from exitwise.core.errors import InputError, first_line
@@ -174,6 +174,7 @@ def method_macs(method: Method, trace: Trace) -> int:
         total += laplace_macs(head.weight.shape[1], c) if method.laplace else 0
         if method.ensemble == "pool":
             total += pool_macs(c, k + 1)
+            total += pool_update_macs(head.weight.shape[1], c) if method.tune_weights else 0
         elif method.ensemble is not None and k:
             total += ensemble_macs(c)
     return total

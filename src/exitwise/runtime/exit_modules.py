@@ -44,7 +44,7 @@ class RuntimeExit(nn.Module):
         """
         super().__init__()
         self.weights = None if weights is None else weights.weights
-        self.register_buffer("bias", None if weights is None else weights.bias)
+        self.register_buffer("bias", None if weights is None or weights.update is not None else weights.bias)
         self.ensemble = None if ensemble is None else ENSEMBLES[ensemble]
         self.branchless = False  # set for export: a graph cannot branch on values
         self.variance = variance
@@ -67,22 +67,31 @@ class RuntimeExit(nn.Module):
             p = exit.head.weight.shape[1]
             blocks.append(basis[:p])
             shifts.append(basis[p] if len(basis) > p else basis.new_zeros(basis.shape[1]))
+        self.has_update = weights is not None and weights.update is not None
+        if weights is not None and weights.update is not None:
+            blocks.append(weights.update)
+            shifts.append(weight.new_zeros(self.classes) if weights.bias is None else weights.bias)
         if exit.dropout is not None:
             self.register_buffer("factors", exit.dropout.factors)
-        self.register_buffer("W", torch.cat(blocks, dim=1))  # (p, c) for the logits, (p, q) for the posterior's scale
+        # (p, c) for the logits, then (p, q) for the posterior's scale, or (p, c) for the update of a pool
+        self.register_buffer("W", torch.cat(blocks, dim=1))
         self.register_buffer("b", torch.cat(shifts))
 
     def forward(self, features: Tensor, ensemble_state: Tensor | None) -> ExitOutput:
         features = features.to(self.W.dtype)
+        bias = self.bias
         if self.mode is None:
-            exit_probs = torch.addmm(self.b, features, self.W).softmax(dim=1)
+            projections = torch.addmm(self.b, features, self.W)
+            if self.has_update:
+                projections, bias = projections[:, : self.classes], projections[:, self.classes :]
+            exit_probs = projections.softmax(dim=1)
         elif self.variance:
-            drawn, state = self._advance(ensemble_state, self._draw_probs(features))
+            drawn, state = self._advance(ensemble_state, self._draw_probs(features), bias)
             probs = drawn.mean(dim=1)
             return ExitOutput(probs, _predicted_class_variance(drawn, probs), state)
         else:
             exit_probs = self._mean_probs(features)
-        probs, state = self._advance(ensemble_state, exit_probs)
+        probs, state = self._advance(ensemble_state, exit_probs, bias)
         return ExitOutput(probs, None, state)
 
     def _mean_probs(self, features: Tensor) -> Tensor:
@@ -105,11 +114,13 @@ class RuntimeExit(nn.Module):
             return (torch.matmul(features[:, None] * self.factors, self.W) + self.b).softmax(dim=2)
         return self._draw_logits(features)[0].softmax(dim=2)
 
-    def _advance(self, ensemble_state: Tensor | None, exit_probs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _advance(
+        self, ensemble_state: Tensor | None, exit_probs: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Combine the probabilities of this exit with the ensemble state of the previous exit."""
         if self.ensemble is None or self.weights is None:
             return exit_probs, None
-        return self.ensemble.advance_probs(ensemble_state, exit_probs, ExitWeights(self.weights, self.bias))
+        return self.ensemble.advance_probs(ensemble_state, exit_probs, ExitWeights(self.weights, bias))
 
     def _draw_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (n, S, c) of every draw and the mean logits (n, c), divided by the temperature."""
