@@ -169,8 +169,10 @@ def test_ablate_prints_both_tables(run: Path, exitwise: Command) -> None:
 
 def test_cost_prints_every_column(exitwise: Command) -> None:
     out = exitwise("cost", "cifar100-small").out
-    for column in ("vanilla", "Laplace", "naive Laplace", "MIE", "MC dropout"):
+    for column in ("vanilla", "Laplace", "naive Laplace", "MIE", "Pool W_opt", "MC dropout"):
         assert column in out
+    assert "38.04" in out
+    assert "+0.14%" in out  # Pool W_opt at the last exit: 4 x 12,900 MACs and the pool's 1,800
     found = exitwise("cost", "imagenet-medium", "--num-classes", "10", "--json").json
     assert len(found["exits"]) == 5
     # Overheads of the first exit, by hand: p = 512, c = 10, 50 draws.

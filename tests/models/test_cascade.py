@@ -381,7 +381,7 @@ def test_auto_chooses_without_laplace() -> None:
     calibration = ew.calibrate(ew.collect(ew.cascade([small(), large()]), val=batches))
     assert calibration.selection is not None
     assert not calibration.method.laplace
-    assert set(calibration.selection.nlpd) == {"T_opt", "MIE T_opt", "PoE T_opt", "Pool"}
+    assert set(calibration.selection.nlpd) == {"T_opt", "MIE T_opt", "PoE T_opt", "Pool", "Pool W_opt"}
 
 
 def test_a_trace_without_curvature_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -304,10 +304,10 @@ def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequen
 
 
 def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
-    """Return a table of cumulative costs at every exit and of the overhead of each method over vanilla."""
+    """Return a table of the cumulative cost of every exit and of the overhead of each method over vanilla."""
     caption = (
-        "\nMillions of multiply-adds (the paper's FLOPs) up to and including an exit, and the overhead over vanilla.\n"
-        f"Each method adds its cost at every exit on the way. {samples} draws or dropout masks."
+        "\nVanilla: millions of multiply-adds (the paper's FLOPs) up to and including an exit. Other columns: the overhead "
+        f"that a method adds at all exits on the way, with {samples} draws or dropout masks. --json has the counts."
     )
     table = make_table(f"\n{preset}: cost of stopping at each exit", caption)
     table.add_column("exit", justify="right")
@@ -327,8 +327,7 @@ def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     for row in rows:
         cells = [f"{row.vanilla / 1e6:.2f}"]
         for key in list(names)[1:]:
-            value = getattr(row, key)
-            cells.append(f"{value / 1e6:.2f}  {value / row.vanilla - 1:+.1%}")
+            cells.append(f"{getattr(row, key) / row.vanilla - 1:+.2%}")
         table.add_row(str(row.exit + 1), f"{row.parameters / 1e6:.2f} M", *cells)
     return table
 
