@@ -306,7 +306,7 @@ def exits(policy: Policy, result: Evaluation, vanilla: Evaluation, costs: Sequen
 def cost(preset: str, rows: Sequence[ExitCost], samples: int) -> RichTable:
     """Return a table of the cumulative cost of every exit and of the overhead of each method over vanilla."""
     caption = (
-        "\nVanilla: millions of multiply-adds (the paper's FLOPs) up to and including an exit. Other columns: the overhead "
+        "\nVanilla: millions of multiply-adds (the paper's FLOPs) up to an exit. Other columns: the overhead "
         f"that a method adds at all exits on the way, with {samples} draws or dropout masks. --json has the counts."
     )
     table = make_table(f"\n{preset}: cost of stopping at each exit", caption)
