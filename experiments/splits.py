@@ -26,14 +26,14 @@ from exitwise.calibration.trace import Split
 from exitwise.calibration.tuning import Tuner
 from exitwise.policies.score_choice import fit_score
 from exitwise.policies.scores import exit_scores
-from exitwise.rival_methods.contenders import POE, POOL, Contender
+from exitwise.rival_methods.contenders import POE, POOL, POOL_W_OPT, Contender
 from exitwise.rival_methods.table import measure
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "splits" / "results.csv"
 FIGURE = HERE.parent / "docs" / "figures" / "few-labels.png"
 SIZES = (250, 500, 1000, 2500, 5000)
-METHODS = (VANILLA, "T_opt", OURS, POE, POOL, AUTO)
+METHODS = (VANILLA, "T_opt", OURS, POE, POOL, POOL_W_OPT, AUTO)
 SCORES = ("confidence", "learned")
 METRICS = ("top1", "nlpd", "ece", "eefp")
 COLUMNS = ("seed", "size", "method", "score", "chosen", *METRICS, "seconds")
@@ -164,7 +164,7 @@ def plot(rows: list[dict[str, str]]) -> None:
         axis.set_xticks(SIZES, [f"{size:,}" for size in SIZES], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=7.5)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=7.5)
     figure.savefig(FIGURE, dpi=110)
 
 

@@ -27,7 +27,7 @@ from exitwise.rival_methods.calibrators import CALIBRATORS, MAX_MATRIX_SIZE, Cal
 from exitwise.rival_methods.geometric import combine, fit_geometric_ensemble
 from exitwise.rival_methods.stopping_heads import StoppingHead, fit_stopping_head, head_macs
 
-POE, POOL = "PoE Laplace T_opt sigma_opt", "Pool"
+POE, POOL, POOL_W_OPT = "PoE Laplace T_opt sigma_opt", "Pool", "Pool W_opt"
 METHODS_WITH_LAPLACE = (OURS, POE)
 EARLYON_BUDGETS = 12  # budgets that earlyon searches thresholds for, evenly spaced over the range of costs
 
@@ -161,9 +161,9 @@ def _run_method(name: str, score: str = "confidence") -> Callable[[Arena], Conte
 
 
 def learned_score_macs(trace: Trace) -> int:
-    """Return the MACs of the learned score: entropy and largest probabilities, then the weighted sum of features."""
+    """Return the MACs of the learned score: the three largest probabilities, then the weighted sum of features."""
     own, earlier = len(FEATURES), len(EARLIER_FEATURES)
-    return sum(4 * trace.num_classes + own + earlier * k + 1 for k in range(trace.num_exits - 1))
+    return sum(3 * trace.num_classes + own + earlier * k + 1 for k in range(trace.num_exits - 1))
 
 
 def method_macs(method: Method, trace: Trace) -> int:
@@ -288,7 +288,7 @@ def _run_earlyon(arena: Arena) -> Contender:
     return Contender(test, exit_scores(val), exit_scores(test), seconds, classes * len(costs), thresholds)
 
 
-OUR_METHODS = (VANILLA, OURS, POE, POOL, AUTO)
+OUR_METHODS = (VANILLA, OURS, POE, POOL, POOL_W_OPT, AUTO)
 _OURS_KIND, _CALIBRATION, _RULE, _SOFTWARE = "exitwise", "calibration", "exit rule", "software"
 
 ENTRIES: Mapping[str, Entry] = {
