@@ -2,7 +2,7 @@
 
 usage: laplace_in_pool.py CIFAR100_DIR CIFAR10_DIR [--images 2000]
 
-The shipped net is calibrated on its validation split with T_opt, Laplace, Pool and Pool with Laplace. Measured are the
+The shipped net is calibrated on its validation split with T_opt, Laplace, Pool, Pool with Laplace and Pool W_opt. Measured are the
 mean over exits of NLPD, ECE and top-1 on CIFAR-100's test images as they are and corrupted (corruptions.py), the same
 after calibration with few labels, and how well confidence tells CIFAR-100 from CIFAR-10 (AUROC, mean over exits).
 CIFAR10_DIR holds PNG files in folders. Results go to experiments/laplace_in_pool/results.csv.
@@ -25,7 +25,7 @@ from exitwise.data import cifar
 from exitwise.data.batches import Normalize
 
 RESULTS = Path(__file__).parent / "laplace_in_pool" / "results.csv"
-METHODS = ("T_opt", "Laplace T_opt sigma_opt", "Pool", "Pool Laplace T_opt sigma_opt")
+METHODS = ("T_opt", "Laplace T_opt sigma_opt", "Pool", "Pool Laplace T_opt sigma_opt", "Pool W_opt")
 SEVERITIES = (1, 3, 5)
 LABELS, DRAWS = (50, 100, 250, 1000), 5
 COLUMNS = ("setting", "method", "nlpd", "ece", "top1", "confidence", "auroc")
