@@ -2,9 +2,10 @@
 
 usage: laplace_in_pool.py CIFAR100_DIR CIFAR10_DIR [--images 2000]
 
-The shipped net is calibrated on its validation split with T_opt, Laplace, Pool, Pool with Laplace and Pool W_opt. Measured are the
-mean over exits of NLPD, ECE and top-1 on CIFAR-100's test images as they are and corrupted (corruptions.py), the same
-after calibration with few labels, and how well confidence tells CIFAR-100 from CIFAR-10 (AUROC, mean over exits).
+The shipped net is calibrated on its validation split with T_opt, Laplace, Pool, Pool with Laplace and Pool W_opt.
+Measured are the mean over exits of NLPD, ECE and top-1 on CIFAR-100's test images as they are and corrupted
+(corruptions.py), the same after calibration with few labels, and how well confidence tells CIFAR-100 from CIFAR-10
+(AUROC, mean over exits).
 CIFAR10_DIR holds PNG files in folders. Results go to experiments/laplace_in_pool/results.csv.
 """
 
