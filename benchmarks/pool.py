@@ -44,6 +44,7 @@ def compare(trace: ew.Trace, samples: int, repeats: int) -> dict[str, float]:
 
     steps = {
         "Pool": lambda: ew.calibrate(trace, "Pool"),
+        "Pool W_opt": lambda: ew.calibrate(trace, "Pool W_opt"),
         "learned score": lambda: ew.fit_policy(preds, labels, trace.costs, budget=2e7, score="learned"),
         "confidence": lambda: ew.fit_policy(preds, labels, trace.costs, budget=2e7),
         "auto": lambda: ew.calibrate(trace),

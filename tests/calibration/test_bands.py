@@ -169,7 +169,7 @@ class TestPool:
         trace = noisy_trace(2, n=200)
         log_probs = [head.logits(x).log_softmax(dim=1) for head, x in zip(trace.heads, trace.val.features, strict=True)]
         logits = split_last_layer(trace.heads[1], trace.val.features[1]).logits
-        objective = pool._Objective(log_probs[:2], trace.val.labels, logits)
+        objective = pool._Objective(log_probs[:2], trace.val.labels, logits.unbind())
         start = torch.zeros(11, dtype=torch.float64)
         start[1] = 0.7
         tau = torch.full((11,), 10.0, dtype=torch.float64)
@@ -194,6 +194,20 @@ class TestPool:
         trace = noisy_trace(4, n=200)
         log_probs = [head.logits(x).log_softmax(dim=1) for head, x in zip(trace.heads, trace.val.features, strict=True)]
         assert all(exit.update is None for exit in fit_pool(log_probs, trace.val.labels))
+
+    def test_some_samples_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With weights of bands from half of the samples, the NLPD of all is lower, and never that of temperature."""
+        trace = noisy_trace(0)
+        assert trace.test is not None
+        plain = nlpd(ew.calibrate(trace, "Pool"), trace.test)
+        whole = nlpd(ew.calibrate(trace, "Pool W_opt"), trace.test)
+        monkeypatch.setattr(pool, "_MAX_BAND_NUMBERS", 750 * 5)
+        tuned = ew.calibrate(trace, "Pool W_opt")
+        assert (nlpd(tuned, trace.test) < plain - 0.02).all()
+        assert np.abs(nlpd(tuned, trace.test) - whole).max() < 0.02
+        monkeypatch.setattr(pool, "_MAX_BAND_NUMBERS", 20 * 5)
+        few = ew.calibrate(trace, "Pool W_opt").val_nlpd
+        assert (np.array(few) <= np.array(ew.calibrate(trace, "T_opt").val_nlpd) + 2e-6).all()
 
 
 def test_parts_that_cannot_be_combined_are_refused() -> None:

@@ -86,5 +86,5 @@ def test_the_answers_benchmark_measures_everything(tmp_path: Path) -> None:
 def test_the_pools_benchmark_measures_everything(tmp_path: Path) -> None:
     found = small("pool.py", tmp_path)["measured"]
     fits = found["fit / forward pass over the validation images"]
-    assert set(fits) == {"Pool", "learned score", "confidence", "auto"}
+    assert set(fits) == {"Pool", "Pool W_opt", "learned score", "confidence", "auto"}
     assert found["memory"]["auto, peak GB"] > 0

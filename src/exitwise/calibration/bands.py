@@ -20,6 +20,7 @@ from math import log
 import torch
 from torch import Tensor
 
+from exitwise.calibration.ensembles import ExitWeights
 from exitwise.calibration.laplace import append_ones
 from exitwise.calibration.trace import HeadWeights
 
@@ -35,6 +36,16 @@ class LinearUpdate:
 
     weight: Tensor
     bias: Tensor | None
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return its values (n, c)."""
+        logits = features.float() @ self.weight
+        return logits if self.bias is None else logits + self.bias
+
+    def add_to(self, exit: ExitWeights, factor: float) -> ExitWeights:
+        """Return the weights of a pool with this update, multiplied by a factor."""
+        parts = [part for part in (None if self.bias is None else factor * self.bias, exit.bias) if part is not None]
+        return ExitWeights(exit.weights, sum(parts[1:], parts[0]) if parts else None, factor * self.weight)
 
 
 @dataclass(frozen=True, eq=False)

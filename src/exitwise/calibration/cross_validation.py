@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exitwise.calibration.bands import split_last_layer
 from exitwise.calibration.calibration import cost_weights
 from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
 from exitwise.calibration.exit_objective import ExitObjective
@@ -173,8 +172,8 @@ class CrossValidation:
                 if (k, point) not in cache:
                     cache[k, point] = exit.all_log_probs(*point)
                 rows.append(cache[k, point])
-            bands = [split_last_layer(exit.head, exit.features[~test]) for exit in exits] if tune_weights else None
-            pool = fit_pool([row[~test] for row in rows], self._labels[~test], bands=bands)
+            last_layers = [(exit.head, exit.features[~test]) for exit in exits] if tune_weights else None
+            pool = fit_pool([row[~test] for row in rows], self._labels[~test], last_layers=last_layers)
             tested, features = [row[test] for row in rows], [exit.features[test] for exit in exits]
             out[:, test] = pool_log_true(pool, tested, self._labels[test], features).float()
         return out

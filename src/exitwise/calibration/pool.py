@@ -26,8 +26,9 @@ sign that the same penalty draws to zero, if that lowers the leave-one-out NLPD:
 
     logits of exit k = sum_j a_kj log p_j + sum_i d_ki W_i phi~ + b_k
 
-Nine numbers per exit: about as many as there are weights, so that predictions of the samples they are fitted on are
-hardly better than those of new ones, and thresholds can be fitted on them.
+These are nine numbers per exit, so that predictions of the samples they are fitted on are hardly better than those of
+new ones, and thresholds can be fitted on them. With many samples and classes, some samples are enough to find d_k. Its
+sum is then one more expert, so that the rules above hold for all samples.
 
 Samples are converted to float64 block by block.
 """
@@ -38,14 +39,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exitwise.calibration.bands import Bands
+from exitwise.calibration.bands import NUM_BANDS, LinearUpdate, split_last_layer
 from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
+from exitwise.calibration.trace import HeadWeights
 
 OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
 _TAU = 5.0
 _RHO = (100.0, 10.0)  # for biases of about 0.1 and, if they are larger, of about 0.3
 _MIN_GAIN = 1.0  # nats over all samples that a weight, or the bias, must bring
 _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian would be too large
+_MAX_BAND_NUMBERS = 1 << 24  # samples times classes that weights of bands are fitted on
 _BLOCK = 1 << 19  # numbers in float64 per block of samples
 _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
@@ -57,7 +60,7 @@ _FACTOR_STEPS = 8
 class _Point:
     """Weights of all experts, zero for unused ones, and bias (c,) or None, with what was found there.
 
-    Experts are the exits 0..k and, if there are any, the bands of exit k after them.
+    Experts are the exits 0..k and, after them, the bands of exit k or their sum, if there are any.
     """
 
     weights: Tensor
@@ -97,13 +100,13 @@ class _Objective:
     Args:
         log_probs: Log-probabilities (n, c) of the exits up to this one.
         labels: True labels (n,).
-        bands: Logits (b, n, c) of the bands of this exit, which are further experts.
+        logits: Logits (n, c) of further experts: of the bands of this exit, or of their sum.
     """
 
-    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor, bands: Tensor | None = None) -> None:
-        self._log_probs, self._labels, self._bands = log_probs, labels, bands
+    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor, logits: Sequence[Tensor] = ()) -> None:
+        self._log_probs, self._labels, self._logits = log_probs, labels, logits
         self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
-        self.experts = self.exits + (0 if bands is None else len(bands))
+        self.experts = self.exits + len(logits)
 
     def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what the used experts give to each class (k, m, c), and labels (m,), block by block."""
@@ -115,8 +118,15 @@ class _Objective:
     def _expert(self, j: int, part: slice) -> Tensor:
         if j < self.exits:
             return self._log_probs[j][part].clamp(min=MIN_LOG_PROB)
-        assert self._bands is not None
-        return self._bands[j - self.exits, part]
+        return self._logits[j - self.exits][part]
+
+    def add_expert(self, logits: Tensor) -> "_Objective":
+        """Return the objective with one more expert, by its logits (n, c)."""
+        return _Objective(self._log_probs, self._labels, (*self._logits, logits))
+
+    def take(self, samples: Tensor, logits: Sequence[Tensor]) -> "_Objective":
+        """Return the objective of some samples, by their positions (m,), with further experts (m, c)."""
+        return _Objective([row[samples] for row in self._log_probs], self._labels[samples], logits)
 
     def confidence(self, point: _Point, factor: float) -> _Confidence:
         """Compute confidence, accuracy and NLPD at a point whose weights and bias are multiplied by a factor."""
@@ -194,7 +204,7 @@ def _minimize(
         target: Weights of all experts that the penalty draws to.
         tau: Strengths of the penalty on the weight of every expert; None for none.
         rho: Strength of the penalty on the bias.
-        bounds: Bounds of the weights of exits; those of bands have none.
+        bounds: Bounds of the weights of exits; those of further experts have none.
     """
     k = len(used)
     point = start[list(used)] if bias is None else torch.cat([start[list(used)], bias])
@@ -254,7 +264,10 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def fit_pool(
-    log_probs: Sequence[Tensor], labels: Tensor, baseline: float = 1.0, bands: Sequence[Bands] | None = None
+    log_probs: Sequence[Tensor],
+    labels: Tensor,
+    baseline: float = 1.0,
+    last_layers: Sequence[tuple[HeadWeights, Tensor]] | None = None,
 ) -> tuple[ExitWeights, ...]:
     """Fit the pool of every exit.
 
@@ -262,7 +275,8 @@ def fit_pool(
         log_probs: Log-probabilities (n, c) of K exits, each on its own.
         labels: True labels (n,).
         baseline: Weight of an exit alone that no exit's pool may do worse than, besides the best one.
-        bands: Bands (K,) of the last layer of every exit, with the logits of the samples; None without `W_opt`.
+        last_layers: Last layer and features (n, p_k) of every exit, to weight the last layers anew; None for a pool
+            without `W_opt`.
 
     Returns:
         Weights (K,) of the exits 0..k in the pool of exit k, with its bias and its update if it has one.
@@ -270,18 +284,20 @@ def fit_pool(
     exits: list[ExitWeights] = []
     tau = torch.zeros(0, dtype=torch.float64)
     for k in range(len(log_probs)):
-        exit_bands = None if bands is None else bands[k]
-        objective = _Objective(log_probs[: k + 1], labels, None if exit_bands is None else exit_bands.logits)
+        objective = _Objective(log_probs[: k + 1], labels)
         alone = _fit_alone(objective, baseline)
-        tau = torch.cat([tau, _TAU / alone.weights[k : k + 1] ** 2])
-        exits.append(_fit_exit(objective, alone, tau, exit_bands))
+        tau = torch.cat([tau, _TAU / alone.weights[-1:] ** 2])
+        best, tau_of_experts, update = _fit_weights(objective, alone, tau), tau, None
+        if last_layers is not None:
+            objective, best, tau_of_experts, update = _add_update(objective, best, alone, tau, *last_layers[k])
+        exits.append(_finish_exit(objective, best, alone, tau_of_experts, update))
     return tuple(exits)
 
 
 def _fit_alone(objective: _Objective, baseline: float) -> _Point:
     """Fit only the weight of the last exit: a temperature."""
     own = objective.exits - 1
-    start = torch.zeros(objective.experts, dtype=torch.float64)
+    start = torch.zeros(own + 1, dtype=torch.float64)
     start[own] = baseline
     bounds = (min(OWN_WEIGHT_BOUNDS[0], baseline), max(OWN_WEIGHT_BOUNDS[1], baseline))
     return _minimize(objective, [own], start, None, start, bounds=bounds)
@@ -318,35 +334,66 @@ def pool_log_true(
     return torch.cat(blocks, dim=1)
 
 
-def _fit_exit(objective: _Objective, alone: _Point, tau: Tensor, bands: Bands | None) -> ExitWeights:
-    """Fit the pool of the last exit, with penalties `tau` (k + 1,), from its own weight alone."""
-    best, own = alone, objective.exits - 1
-    tau = torch.cat([tau, tau[own:].expand(objective.experts - objective.exits)])
-    if own:
-        pooled = _minimize(objective, range(own + 1), alone.weights, None, alone.weights, tau)
-        while pooled.used and (removable := {j: cost for j, cost in pooled.removal_costs.items() if cost < _MIN_GAIN}):
-            used = [j for j in pooled.used if j != min(removable, key=lambda j: removable[j])]
-            if not used:
-                break
-            pooled = _minimize(objective, used, pooled.weights, None, alone.weights, tau)
-        if pooled.used and pooled.nlpd <= alone.nlpd and pooled.loo < alone.loo:
-            best = pooled
-    if bands is not None:
-        used = [*best.used, *range(objective.exits, objective.experts)]
-        updated = _minimize(objective, used, best.weights, None, alone.weights, tau)
-        if updated.nlpd <= best.nlpd and (best.loo - updated.loo) * objective.samples > _MIN_GAIN:
-            best = updated
+def _fit_weights(objective: _Objective, alone: _Point, tau: Tensor) -> _Point:
+    """Fit the weights of the exits 0..k, with penalties `tau` (k + 1,), from the own weight of exit k alone."""
+    own = objective.exits - 1
+    if not own:
+        return alone
+    pooled = _minimize(objective, range(own + 1), alone.weights, None, alone.weights, tau)
+    while pooled.used and (removable := {j: cost for j, cost in pooled.removal_costs.items() if cost < _MIN_GAIN}):
+        used = [j for j in pooled.used if j != min(removable, key=lambda j: removable[j])]
+        if not used:
+            break
+        pooled = _minimize(objective, used, pooled.weights, None, alone.weights, tau)
+    return pooled if pooled.used and pooled.nlpd <= alone.nlpd and pooled.loo < alone.loo else alone
+
+
+def _add_update(
+    objective: _Objective, best: _Point, alone: _Point, tau: Tensor, head: HeadWeights, features: Tensor
+) -> tuple[_Objective, _Point, Tensor, LinearUpdate | None]:
+    """Add the bands of exit k to its pool, if that lowers the leave-one-out NLPD.
+
+    Returns:
+        The objective with the sum of the weighted bands as one more expert, the best point and the penalties for it,
+        and the sum as a function of features; the arguments and None if the pool is better without.
+    """
+    samples = _choose_samples(len(features), objective.classes)
+    bands = split_last_layer(head, features[samples])
+    extended = objective.take(samples, bands.logits.unbind())
+    start, target = (torch.cat([point.weights, point.weights.new_zeros(NUM_BANDS)]) for point in (best, alone))
+    tau_of_bands = torch.cat([tau, tau[-1:].expand(NUM_BANDS)])
+    with_bands = [*best.used, *range(objective.exits, extended.experts)]
+    without, found = (_minimize(extended, used, start, None, target, tau_of_bands) for used in (best.used, with_bands))
+    update = bands.combine(found.weights[objective.exits :])
+    updated = objective.add_expert(update.logits(features))
+    weights = torch.cat([found.weights[: objective.exits], torch.ones(1, dtype=torch.float64)])
+    tau_of_update = torch.cat([tau, tau[-1:]])
+    point = _minimize(updated, [*best.used, objective.exits], weights, None, weights, tau_of_update)
+    has_gain = (without.loo - found.loo) * extended.samples > _MIN_GAIN
+    if has_gain and point.nlpd <= min(best.nlpd, alone.nlpd):
+        return updated, point, tau_of_update, update
+    return objective, best, tau, None
+
+
+def _choose_samples(samples: int, classes: int) -> Tensor:
+    """Return the samples that weights of bands are fitted on: all, or as many as fit in memory with all bands."""
+    if samples * classes <= _MAX_BAND_NUMBERS:
+        return torch.arange(samples)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+    return order[: max(1, _MAX_BAND_NUMBERS // classes)].sort().values
+
+
+def _finish_exit(
+    objective: _Objective, best: _Point, alone: _Point, tau: Tensor, update: LinearUpdate | None
+) -> ExitWeights:
+    """Add a bias if it helps, and bring confidence and accuracy together."""
     if objective.classes <= _MAX_BIAS_CLASSES:
         best = _add_bias(objective, best, alone, tau)
     # Temperature alone has the lowest NLPD that it can have, so no other factor would be allowed.
     factor = 1.0 if best is alone else _match_confidence(objective, best, alone.nlpd)
     weights, bias = factor * best.weights, None if best.bias is None else (factor * best.bias).float()
-    update = None
-    if bands is not None and bool(weights[objective.exits :].any()):
-        update = bands.combine(weights[objective.exits :])
-        if update.bias is not None:
-            bias = update.bias if bias is None else update.bias + bias
-    return ExitWeights(tuple(weights[: objective.exits].tolist()), bias, None if update is None else update.weight)
+    exit = ExitWeights(tuple(weights[: objective.exits].tolist()), bias)
+    return exit if update is None else update.add_to(exit, float(weights[-1]))
 
 
 def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> float:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exitwise.calibration.bands import split_last_layer
 from exitwise.calibration.calibration import (
     CalibratedExit,
     Calibration,
@@ -203,10 +202,8 @@ class Tuner:
                 objective.all_log_probs(*point) for objective, point in zip(objectives, tuning.points, strict=True)
             ]
             val = self.trace.val
-            bands = None
-            if method.tune_weights:
-                bands = [split_last_layer(objective.head, objective.features) for objective in objectives]
-            pool = fit_pool(log_probs, val.labels, bands=bands)
+            last_layers = [(objective.head, objective.features) for objective in objectives]
+            pool = fit_pool(log_probs, val.labels, last_layers=last_layers if method.tune_weights else None)
             val_nlpd = pool_nlpd(pool, log_probs, val.labels, val.features)
         return Calibration(method, self._mode, exits, weights, val_nlpd, tuple(grids), self._settings, pool)
 
