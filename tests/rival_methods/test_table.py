@@ -142,14 +142,21 @@ class TestRows:
         for row, other in zip(first, second, strict=True):
             assert replace(row, seconds=0) == replace(other, seconds=0)
 
-    def test_a_package_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [
+            ("no luck\nat all", "no luck"),
+            ("torchvision::nms", "torchvision::nms; torchvision does not match torch: uninstall it"),
+        ],
+    )
+    def test_a_package_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch, error: str, reason: str) -> None:
         def fail(arena: Arena) -> Any:
-            raise RuntimeError("no luck\nat all")
+            raise RuntimeError(error)
 
         entry = replace(ENTRIES["earlyon"], run=fail, module="numpy")
         monkeypatch.setattr(table, "ENTRIES", {**ENTRIES, "earlyon": entry})
         found = ew.rivals(random_trace(60), only=["earlyon"], repeats=5)
-        assert found.not_run == {"earlyon": "earlyon failed: no luck"}
+        assert found.not_run == {"earlyon": f"earlyon failed: {reason}"}
         with pytest.raises(ew.InputError, match="`reference` 'earlyon' cannot be run: earlyon failed"):
             ew.rivals(random_trace(60), only=["ETS"], reference="earlyon", repeats=5)
 

@@ -136,7 +136,9 @@ def run_entry(entry: Entry, arena: Arena) -> Contender:
     except NotRunError:
         raise
     except Exception as error:  # of another package: any kind
-        raise NotRunError(f"{entry.package} failed: {first_line(error)}") from None
+        reason = first_line(error)
+        hint = "; torchvision does not match torch: uninstall it" if "torchvision::" in reason else ""
+        raise NotRunError(f"{entry.package} failed: {reason}{hint}") from None
 
 
 def _by_confidence(val: Predictions, test: Predictions, seconds: float, macs: int) -> Contender:
