@@ -56,7 +56,7 @@ def read_or_error(file: Path | bytes, preprocessing: Preprocessing, name: str | 
 
 def open_rgb(file: Path | bytes, name: str | None = None) -> "Image.Image":
     """Return an image as RGB, turned upright by its EXIF orientation; raise InputError if it cannot be decoded."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
@@ -65,7 +65,7 @@ def open_rgb(file: Path | bytes, name: str | None = None) -> "Image.Image":
             return image if transpose is None else image.transpose(transpose)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for bad files
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        if isinstance(error, Image.UnidentifiedImageError) and isinstance(file, bytes):
+        if isinstance(error, UnidentifiedImageError) and isinstance(file, bytes):
             reason = "cannot identify image file"  # Pillow names an address in memory
         raise InputError(f"{name or file!s} cannot be read as an image ({reason})") from None
 
