@@ -1,0 +1,283 @@
+"""What a billion images cost: measure a small scoring job, simulate it, and simulate a large cluster.
+
+usage: scale.py IMAGES [--count N] [--rounds R]    IMAGES holds cifar-100-binary/
+       scale.py --fill                             only fill the tables of docs/guides/scale.md
+
+Run it alone on the machine, about twenty minutes. The jobs with one worker give the seconds per image of the parts; the
+simulation (pipeline.py) then has to predict the jobs with two workers, and those of smaller budgets. Results are in
+experiments/scale/results.json.
+"""
+
+import argparse
+import io
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from pipeline import Cluster, Outcome, Work, simulate
+from results import fill_tables, machine, rounded
+
+import exitwise as ew
+from exitwise.core.image_files import read_or_error
+from exitwise.data import load
+from exitwise.runtime.onnx import Session
+from exitwise.scoring.items import list_source
+from exitwise.scoring.plan import summarize
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "scale" / "results.json"
+PAGE = ROOT / "docs" / "guides" / "scale.md"
+LOOK = ew.Preprocessing(size=32, mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761))
+BUDGETS = (1.0, 0.5, 0.25)  # shares of the full cost
+WORKERS = (1, 2)
+SHARD_SIZE = 500  # of the small jobs
+
+# The large job: assumptions, not measurements.
+IMAGES = 10**9
+LARGE = Cluster(machines=100, cores=32, link=1.25e9, storage=50e9, start_up=60)
+OBJECTS = {"requests": 1.0}  # every image is an object of its own
+STORE = {"request_rate": 50_000, "latency": 0.03}
+LARGE_SHARD = 20_000
+
+
+def export_bundles(folder: Path) -> dict[float, Path]:
+    """Bundles of the shipped net for every budget."""
+    trace, net = ew.Trace.load(ew.zoo.path("trace.safetensors")), ew.load_net(ew.zoo.path("net.safetensors"))
+    cal = ew.calibrate(trace, "Pool")
+    preds = cal.predict(trace.val)
+    bundles = {}
+    for share in BUDGETS:
+        policy = ew.fit_policy(preds, trace.val.labels, trace.costs, budget=share * trace.costs.values[-1])
+        bundles[share] = folder / f"bundle-{share:.0%}".replace("%", "")
+        ew.Classifier(net, cal, policy, classes=trace.classes, preprocessing=LOOK).export(bundles[share])
+    return bundles
+
+
+def write_images(root: Path, folder: Path, count: int) -> None:
+    """Test images of CIFAR-100 as PNG files; more than there are begin again."""
+    from PIL import Image
+
+    images = load("cifar100", root)[1].pixels
+    folder.mkdir()
+    for number in range(count):
+        pixels = images[number % len(images)].permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(folder / f"{number:06}.png")
+
+
+def measure_jobs(source: Path, bundles: Mapping[float, Path], out: Path, rounds: int) -> list[dict[str, Any]]:
+    """Medians of jobs in turn, for every number of workers and every budget."""
+    found: dict[tuple[int, float], list[ew.ScoreSummary]] = {}
+    for repeat in range(rounds):
+        for share, bundle in bundles.items():
+            for workers in WORKERS:
+                folder = out / f"{repeat}-{workers}-{bundle.name}"
+                summary = ew.score(source, bundle=bundle, out=folder, workers=workers, shard_size=SHARD_SIZE)
+                found.setdefault((workers, share), []).append(summary)
+    return [
+        {
+            "workers": workers,
+            "budget": share,
+            "mean cost": summaries[0].mean_cost / summaries[0].full_cost,
+            "images": summaries[0].images,
+            "seconds": median(summary.seconds for summary in summaries),
+            "rows per second": median(summary.per_second for summary in summaries),
+            "read share": median(summary.read_share for summary in summaries),
+        }
+        for (workers, share), summaries in found.items()
+    ]
+
+
+def predict_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare each job with two simulations: from the job of its budget with one worker, and from the full budget's."""
+    alone = {job["budget"]: job for job in jobs if job["workers"] == 1}
+    full = alone[1.0]
+
+    def parts(job: Mapping[str, Any]) -> tuple[float, float]:
+        per_image = job["seconds"] / job["images"]
+        return per_image * job["read share"], per_image * (1 - job["read share"])
+
+    rows = []
+    for job in jobs:
+        cluster = Cluster(machines=1, cores=job["workers"])
+        size = {"images": job["images"], "shard_size": SHARD_SIZE, "bytes": 0.0}
+        decode, compute = parts(alone[job["budget"]])
+        same = simulate(Work(**size, decode=decode, compute=compute), cluster).seconds
+        decode, compute = parts(full)
+        scaled = compute * job["mean cost"] / full["mean cost"]
+        by_cost = simulate(Work(**size, decode=decode, compute=scaled), cluster).seconds
+        rows.append(
+            {
+                **job,
+                "simulated, same budget": same,
+                "simulated, by cost": by_cost,
+                "error, same budget": same / job["seconds"] - 1,
+                "error, by cost": by_cost / job["seconds"] - 1,
+            }
+        )
+    return rows
+
+
+def seconds_per_call(function: Callable[[], object], calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def measure_photo(folder: Path) -> dict[str, float]:
+    """Seconds to decode a photo of 500 x 375 to 224 x 224, and its bytes: smooth noise, as hard as a photograph."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    rough = torch.rand(1, 3, 94, 125, generator=generator)
+    smooth = torch.nn.functional.interpolate(rough, size=(375, 500), mode="bicubic").clamp(0, 1)[0]
+    photo = Image.fromarray((255 * smooth).permute(1, 2, 0).to(torch.uint8).numpy())
+    data = io.BytesIO()
+    photo.save(data, "JPEG", quality=90)
+    look = ew.Preprocessing(size=224, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    return {
+        "bytes": float(len(data.getvalue())),
+        "decode": seconds_per_call(lambda: read_or_error(data.getvalue(), look, "photo"), 30),
+    }
+
+
+def measure_large_net(folder: Path) -> dict[str, float]:
+    """Seconds per image of the paper's small net for ImageNet in ONNX, one thread, batches of 64, to its last exit."""
+    torch.manual_seed(0)
+    net = ew.models.msdnet("imagenet-small")
+    images = torch.randn(64, 3, 224, 224)
+    trace = ew.collect(net, val=[(images[:8], torch.arange(8))])
+    cal = ew.calibrate(trace, "MSDNet (vanilla)")
+    never = ew.Policy((*(float("inf") for _ in trace.costs.values[1:]), float("-inf")))
+    ew.Classifier(net, cal, never).export(folder / "large")
+    session, array = Session(folder / "large", threads=1, check_range=False), images.numpy()
+    session(array)
+    return {"MACs": trace.costs.values[-1], "seconds": seconds_per_call(lambda: session(array), 3) / len(images)}
+
+
+def measure_listing(source: Path) -> float:
+    """Seconds per image to list a folder of files, as a job does when it begins and when it resumes."""
+    start = time.perf_counter()
+    summary = summarize(list_source(str(source), SHARD_SIZE).shards)
+    return (time.perf_counter() - start) / summary.images
+
+
+def simulate_large(
+    photo: Mapping[str, float], net: Mapping[str, float], small: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """A billion images on a hundred machines, at three budgets, from shards of many images and from single objects."""
+    cases = {
+        "CIFAR images, 38 million MACs, tar shards": ({"bytes": 2_300.0, **small}, {}, {}),
+        "photos, ImageNet net, tar shards": (
+            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
+            {},
+            {},
+        ),
+        "photos, ImageNet net, single objects": (
+            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
+            OBJECTS,
+            STORE,
+        ),
+    }
+    rows = []
+    for name, (per_image, requests, store) in cases.items():
+        for share in BUDGETS:
+            work = Work(
+                IMAGES,
+                LARGE_SHARD,
+                per_image["bytes"],
+                per_image["decode"],
+                per_image["compute"] * share,
+                **requests,
+                commit=0.1,
+                spread=0.1,
+            )
+            cluster = Cluster(**{**vars(LARGE), **store, "dispatch": 0.005, "parallel_reads": 16})
+            outcome: Outcome = simulate(work, cluster, chunks=4)
+            rows.append(
+                {
+                    "case": name,
+                    "budget": share,
+                    "hours": outcome.seconds / 3600,
+                    "core hours": outcome.seconds / 3600 * cluster.machines * cluster.cores,
+                    "bottleneck": outcome.bottleneck,
+                    "busy": outcome.busy,
+                    "decode share": work.decode / (work.decode + work.compute),
+                }
+            )
+    return rows
+
+
+def run(images: Path, count: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_images(images, folder / "images", count)
+        bundles = export_bundles(folder)
+        jobs = predict_jobs(measure_jobs(folder / "images", bundles, folder / "jobs", rounds))
+        photo, net = measure_photo(folder), measure_large_net(folder)
+        listing = measure_listing(folder / "images")
+    full = next(job for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
+    per_image = full["seconds"] / full["images"]
+    small = {"decode": per_image * full["read share"], "compute": per_image * (1 - full["read share"])}
+    results = {
+        "command": "experiments/scale.py",
+        "machine": machine(),
+        "jobs": jobs,
+        "photo": photo,
+        "ImageNet net": net,
+        "seconds to list a file": listing,
+        "large": simulate_large(photo, net, small),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+
+
+def filled(page: str) -> str:
+    """The page with the tables of the results."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    jobs = [
+        "| workers | budget | rows/s | reading and decoding | seconds | simulated | from the full budget |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    jobs += [
+        f"| {job['workers']} | {job['budget']:.0%} | {job['rows per second']:.0f} | {job['read share']:.0%} "
+        f"| {job['seconds']:.1f} | {job['simulated, same budget']:.1f} ({job['error, same budget']:+.0%}) "
+        f"| {job['simulated, by cost']:.1f} ({job['error, by cost']:+.0%}) |"
+        for job in results["jobs"]
+    ]
+    large = [
+        "| images and net | budget | hours | core hours | scarcest | busy: cores, links, storage |",
+        "|---|---|---|---|---|---|",
+    ]
+    large += [
+        f"| {row['case']} | {row['budget']:.0%} | {row['hours']:.1f} | {row['core hours']:,.0f} | {row['bottleneck']} "
+        f"| {row['busy']['cores']:.0%}, {row['busy']['links']:.0%}, {row['busy']['storage']:.0%} |"
+        for row in results["large"]
+    ]
+    return fill_tables(page, {"jobs": "\n".join(jobs), "large": "\n".join(large)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", type=Path, nargs="?")
+    parser.add_argument("--count", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fill", action="store_true")
+    given = parser.parse_args()
+    if given.images is None and not given.fill:
+        parser.error("IMAGES or --fill is needed")
+    if given.images is not None:
+        run(given.images, given.count, given.rounds)
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
