@@ -4,6 +4,7 @@ Shards are cut at multiples of the batch size, so that batches are those of one 
 for bit on machines of one kind with one thread. Curvature sums of shards are added in the order of the shards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from exitwise.calibration.trace import Split, Trace
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.nested import first_sample
-from exitwise.core.ray_actors import ActorOptions, run_on_actors
+from exitwise.core.ray_actors import ActorOptions, ActorPool, Work
 from exitwise.data.batches import Batches
 from exitwise.data.images import ImageDataset
 from exitwise.models.input_batches import Progress
@@ -27,6 +28,7 @@ from exitwise.models.net import MultiExitNet
 
 # Samples of a shard. Those of train are larger, because each shard of it returns K matrices A and B.
 _SHARD_SAMPLES: Mapping[str, int] = {"val": 1024, "test": 1024, "train": 4096}
+_MAX_DEATHS = 4  # of actors on one shard
 _SHARDS_AHEAD = 64  # that may be finished before the first that is not, and wait in memory
 
 
@@ -48,19 +50,22 @@ class _MakeCollector:
     batch_size: int
     on_gpu: bool
 
-    def __call__(self) -> Callable[[_Shard], Split | tuple[Curvature, ...]]:
+    def __call__(self) -> Work:
         torch.set_num_threads(1)
         net = self.build()
         net.load_state_dict({name: tensor.clone() for name, tensor in self.weights.items()})
         if self.on_gpu:
             net.cuda()
 
-        def collect_shard(shard: _Shard) -> Split | tuple[Curvature, ...]:
+        def collect_shard(shard: _Shard, report: Callable[[int], None]) -> Split | tuple[Curvature, ...]:
+            def progress(name: str, done: int, total: int | None) -> None:
+                report(done)
+
             batches = Batches(shard.images, self.batch_size)
             with inference_mode(net):
                 if shard.split == "train":
-                    return collect_curvature(net, batches, CurvatureSum, None, shard.start)
-                return collect_split(net, batches, shard.split, None, start=shard.start)
+                    return collect_curvature(net, batches, CurvatureSum, progress, shard.start)
+                return collect_split(net, batches, shard.split, progress, start=shard.start)
 
         return collect_shard
 
@@ -101,19 +106,18 @@ def collect_on_ray(
         if not len(images):
             raise InputError(f"`{name}` gave no samples")
     costs = _count_costs(net, given["val"])  # fails early on unsupported modules
-    collector = _MakeCollector(build, net.cpu().state_dict(), batch_size, on_gpu)
-    options = ActorOptions(actors, num_gpus=int(on_gpu), window=_SHARDS_AHEAD)
+    make_collector = _MakeCollector(build, net.cpu().state_dict(), batch_size, on_gpu)
     parts: dict[str, list[Split]] = {name: [] for name in given if name != "train"}
     curvatures: tuple[Curvature, ...] = ()
-    done = dict.fromkeys(given, 0)
-    for shard, result in run_on_actors(ray, collector, _cut(given, batch_size), options, _describe):
-        if shard.split == "train":
-            curvatures = _add(curvatures, result)
-        else:
-            parts[shard.split].append(result)
-        done[shard.split] += len(shard.images)
-        if progress:
-            progress(shard.split, done[shard.split], len(given[shard.split]))
+    counter = _ShardCounter({name: len(images) for name, images in given.items()}, progress)
+    with ActorPool(ray, make_collector, ActorOptions(actors, num_gpus=int(on_gpu))) as pool:
+        shards = _cut(given, batch_size)
+        for shard, result in pool.run(shards, counter.count_death, counter.count_images, _SHARDS_AHEAD):
+            if shard.split == "train":
+                curvatures = _add(curvatures, result)
+            else:
+                parts[shard.split].append(result)
+            counter.count_images(shard, len(shard.images))
     joined = {name: _join(parts.pop(name)) for name in list(parts)}
     return Trace(
         val=joined["val"],
@@ -138,8 +142,28 @@ def _cut(splits: Mapping[str, ImageDataset], batch_size: int) -> Iterator[_Shard
             yield _Shard(name, start, images[torch.arange(start, min(start + size, len(images)))])
 
 
-def _describe(shard: _Shard) -> str:
-    return f"samples {shard.start} to {shard.start + len(shard.images) - 1} of `{shard.split}`"
+class _ShardCounter:
+    """Counts images that are done, for the progress, and actors that died on a shard."""
+
+    def __init__(self, totals: Mapping[str, int], progress: Progress | None) -> None:
+        self._totals, self._progress = totals, progress
+        self._done: dict[str, dict[int, int]] = {name: {} for name in totals}
+        self._deaths: Counter[tuple[str, int]] = Counter()
+
+    def count_images(self, shard: _Shard, images: int) -> None:
+        done = self._done[shard.split]
+        done[shard.start] = max(images, done.get(shard.start, 0))
+        if self._progress:
+            self._progress(shard.split, sum(done.values()), self._totals[shard.split])
+
+    def count_death(self, shard: _Shard, reason: str) -> None:
+        """Raise InputError if an actor died too often on one shard."""
+        self._deaths[shard.split, shard.start] += 1
+        deaths, last = self._deaths[shard.split, shard.start], shard.start + len(shard.images) - 1
+        if deaths >= _MAX_DEATHS:
+            raise InputError(
+                f"a Ray actor died {deaths} times on samples {shard.start} to {last} of `{shard.split}` ({reason})"
+            )
 
 
 def _count_costs(net: MultiExitNet, images: ImageDataset) -> Costs:

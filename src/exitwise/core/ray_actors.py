@@ -1,56 +1,39 @@
 """Tasks on Ray actors: each actor has one task at a time, and the task of an actor that dies is given to another."""
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.ray_cluster import ClusterGoneError, is_listening
 
-Work = Callable[[Any], Any]  # task -> result; raises InputError or OSError for what a user can cause
+# (task, report) -> result. It calls report with how much of the task is done, and raises InputError or OSError.
+Work = Callable[[Any, Callable[[int], None]], Any]
 
-_POLL_SECONDS = 1.0  # between two looks at the cluster
+_POLL_SECONDS = 1.0  # between two looks at the cluster and at the progress of all actors
 _GROW_SECONDS = 10.0  # between two looks at the number of CPUs
-_SILENT_POLLS = 3  # looks without an answer of the head after which the cluster is gone
+_SILENT_SECONDS = 10.0  # without an answer of the head, after which the cluster is gone
+_FAILED_STARTS = 3  # in turn
 
 
 @dataclass(frozen=True)
 class ActorOptions:
-    """Number of actors, what each needs, and how often the actor of one task may die.
+    """Number of actors, and what each needs.
 
     Args:
         count: Number of actors; None for one for every CPU, or GPU, of the cluster, also of nodes that join later.
-        num_gpus: GPUs of each actor; it has one CPU, and one thread.
-        max_deaths: Actors that may die on one task; one more is an error.
-        window: Tasks that may be started beyond the first that is not finished; results then come in order. None for
-            results in the order in which they are finished.
+        num_cpus: CPUs of each actor, and its number of threads.
+        num_gpus: GPUs of each actor.
     """
 
     count: int | None = None
+    num_cpus: int = 1
     num_gpus: int = 0
-    max_deaths: int = 3
-    window: int | None = None
-
-
-@dataclass(eq=False)
-class _Task:
-    number: int
-    argument: Any
-    deaths: int = 0
-
-
-@dataclass
-class _Progress:
-    """What is running, and results that wait for their turn."""
-
-    running: dict[Any, tuple[Any, _Task | None]] = field(default_factory=dict)  # reference -> actor, task or its start
-    again: deque[_Task] = field(default_factory=deque)
-    results: dict[int, Any] = field(default_factory=dict)
-    next_number: int = 0
 
 
 class TaskActor:
@@ -62,155 +45,225 @@ class TaskActor:
             os.chdir(folder)
         self._make_work = make_work
         self._work: Work | None = None
+        self._done = 0
+        self._lock = threading.Lock()
 
-    def start(self) -> int:
-        """Return the id of the process, once it runs."""
+    def start(self) -> int | Exception:
+        """Prepare the work and return the id of the process."""
+        try:
+            self._work = self._make_work()
+        except (InputError, OSError) as error:
+            return error
         return os.getpid()
 
     def run(self, task: Any) -> Any:
         """Return the result of a task, or an InputError or OSError as a value."""
+        assert self._work is not None
+        self._report(0)
         try:
-            if self._work is None:
-                self._work = self._make_work()
-            return self._work(task)
+            return self._work(task, self._report)
         except (InputError, OSError) as error:
             return error
 
+    def _report(self, done: int) -> None:
+        with self._lock:
+            self._done = done
 
-def run_on_actors(
-    ray: Any, make_work: Callable[[], Work], tasks: Iterable[Any], options: ActorOptions, describe: Callable[[Any], str]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) of every task.
+    def progress(self) -> int:
+        """Return how much of the current task is done; called while it runs."""
+        with self._lock:
+            return self._done
+
+
+@dataclass(eq=False)
+class _Task:
+    number: int
+    argument: Any
+
+
+class ActorPool:
+    """Actors that run tasks. As a context manager it starts them and ends them.
 
     Args:
         ray: The module, connected to a cluster.
-        make_work: Called once in every actor before its first task; it and the tasks are sent by pickling.
-        tasks: Arguments of the tasks, taken one by one as actors become free.
-        options: Number of actors and limits.
-        describe: Returns what a task is about, for the message if its actors die.
-
-    Raises:
-        InputError: A task raised it, or its actors died too often.
-        OSError: A task raised it.
-        ClusterGoneError: The cluster ended.
+        make_work: Called once in every actor when it starts; it and the tasks are sent by pickling.
+        options: Number of actors, and what each needs.
     """
-    scheduler = _Scheduler(ray, ray.put(make_work), options, describe)
-    try:
-        yield from scheduler.run(iter(tasks))
-    finally:
-        scheduler.stop()
 
+    def __init__(self, ray: Any, make_work: Callable[[], Work], options: ActorOptions) -> None:
+        self._ray, self._options = ray, options
+        self._make_work = ray.put(make_work)
+        needs = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+        # Two threads: one runs the task, the other tells its progress.
+        self._actor_class = ray.remote(**needs, max_restarts=0, max_concurrency=2)(TaskActor)
+        context = ray.get_runtime_context()
+        self._head, self._node = context.gcs_address, context.get_node_id()
+        self._actors: dict[Any, int] = {}  # to the id of its process, 0 while it starts
+        self._free: deque[Any] = deque()
+        self._running: dict[Any, tuple[Any, _Task | None]] = {}  # reference -> actor, its task (None: its start)
+        self._asked: dict[Any, Any] = {}  # reference of the progress -> actor
+        self._failed_starts = 0
+        self._answered_at = time.monotonic()
+        self._polled_at = self._grown_at = float("-inf")
 
-class _Scheduler:
-    def __init__(self, ray: Any, make_work: Any, options: ActorOptions, describe: Callable[[Any], str]) -> None:
-        self._ray, self._make_work, self._options, self._describe = ray, make_work, options, describe
-        self._actor_class = ray.remote(num_cpus=1, num_gpus=options.num_gpus, max_restarts=0)(TaskActor)
-        self._head = ray.get_runtime_context().gcs_address
-        self._state = _Progress()
-        self._actors: set[Any] = set()
-        self._starts_failed = 0
-        self._grown_at = float("-inf")
-        self._silent_polls = 0
+    def __enter__(self) -> "ActorPool":
+        self._grow()
+        return self
 
-    def run(self, tasks: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        state, free = self._state, deque[Any]()
-        numbered = (_Task(number, argument) for number, argument in enumerate(tasks))
-        waiting: _Task | None = next(numbered, None)
-        while waiting is not None or state.again or any(task for _, task in state.running.values()):
+    def __exit__(self, *_: object) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors.clear()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the processes that have started."""
+        return [pid for pid in self._actors.values() if pid]
+
+    def run(
+        self,
+        tasks: Iterable[Any],
+        on_death: Callable[[Any, str], None],
+        on_progress: Callable[[Any, int], None],
+        window: int | None = None,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield (task, result) of every task.
+
+        Args:
+            tasks: The tasks, taken one by one as actors become free.
+            on_death: Called with a task whose actor died, and why; raises InputError if it must not be tried again.
+            on_progress: Called with a task and how much of it is done; 0 if it begins anew.
+            window: Tasks that may begin beyond the first that is not finished; results then come in the order of the
+                tasks. None for results in the order in which they are finished.
+
+        Raises:
+            InputError: A task or the start of an actor raised it, `on_death` raised it, or actors die while they start.
+            OSError: A task or the start of an actor raised it.
+            ClusterGoneError: The cluster ended.
+        """
+        numbered = (_Task(number, task) for number, task in enumerate(tasks))
+        following = next(numbered, None)
+        again: deque[_Task] = deque()
+        ordered = _InOrder()
+        while following is not None or again or any(task for _, task in self._running.values()):
             self._grow()
-            while free and (state.again or (waiting is not None and self._may_start(waiting))):
-                if state.again:
-                    task = state.again.popleft()
+            while self._free and again:
+                self._begin(again.popleft())
+            while self._free and following and (window is None or following.number < ordered.next + window):
+                self._begin(following)
+                following = next(numbered, None)
+            for reference in self._wait(on_progress):
+                actor, task = self._running.pop(reference)
+                try:
+                    result = self._get(reference)
+                except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError) as error:
+                    self._check_cluster()
+                    self._discard(actor, task, _describe_death(error))
+                    if task:
+                        on_progress(task.argument, 0)
+                        on_death(task.argument, _describe_death(error))
+                        again.append(task)
+                    continue
+                self._free.append(actor)
+                if task is None:
+                    self._failed_starts, self._actors[actor] = 0, result
+                elif window is None:
+                    yield task.argument, result
                 else:
-                    task, waiting = waiting, next(numbered, None)  # type: ignore[assignment]
-                actor = free.popleft()
-                state.running[actor.run.remote(task.argument)] = actor, task
-            for reference in self._wait():
-                actor, done = state.running.pop(reference)
-                result = self._get(reference, actor, done)
-                if actor in self._actors:
-                    free.append(actor)
-                if done is not None and result is not None:
-                    yield from self._in_turn(done, result[0])
+                    yield from ordered.add(task.number, (task.argument, result))
 
-    def _may_start(self, task: _Task) -> bool:
-        window = self._options.window
-        return window is None or task.number < self._state.next_number + window
-
-    def _in_turn(self, task: _Task, result: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield a result, or with a window all results whose turn it is."""
-        state = self._state
-        if self._options.window is None:
-            yield task.argument, result
-            return
-        state.results[task.number] = task.argument, result
-        while state.next_number in state.results:
-            yield state.results.pop(state.next_number)
-            state.next_number += 1
+    def _begin(self, task: _Task) -> None:
+        actor = self._free.popleft()
+        self._running[actor.run.remote(task.argument)] = actor, task
 
     def _grow(self) -> None:
         """Start actors up to their number; again and again, because actors die and nodes join."""
-        now = time.monotonic()
-        if self._options.count is None and now - self._grown_at < _GROW_SECONDS and self._actors:
-            return
-        self._grown_at = now
         count = self._options.count
         if count is None:
-            resource = "GPU" if self._options.num_gpus else "CPU"
-            count = max(1, int(self._ray.cluster_resources().get(resource, 1)))
+            now = time.monotonic()
+            if now - self._grown_at < _GROW_SECONDS and self._actors:
+                return
+            self._grown_at = now
+            gpus = self._options.num_gpus
+            name, needed = ("GPU", gpus) if gpus else ("CPU", self._options.num_cpus)
+            count = max(1, int(self._ray.cluster_resources().get(name, 1)) // needed)
         while len(self._actors) < count:
             actor = self._actor_class.remote(self._make_work, str(Path.cwd()))
-            self._actors.add(actor)
-            self._state.running[actor.start.remote()] = actor, None
+            self._actors[actor] = 0
+            self._running[actor.start.remote()] = actor, None
 
-    def _wait(self) -> list[Any]:
-        """Return references that are finished; none after a second, in which the head must answer."""
-        done, _ = self._ray.wait(list(self._state.running), timeout=_POLL_SECONDS)
-        if done or is_listening(self._head):
-            self._silent_polls = 0
-        else:
-            self._silent_polls += 1
-            if self._silent_polls >= _SILENT_POLLS:
+    def _wait(self, on_progress: Callable[[Any, int], None]) -> list[Any]:
+        """Return references of tasks and starts that are finished; none if there is none within a second."""
+        now = time.monotonic()
+        if now - self._polled_at >= _POLL_SECONDS:
+            self._polled_at = now
+            self._check_cluster()
+            self._ask_progress()
+        done, _ = self._ray.wait([*self._running, *self._asked], num_returns=1, timeout=_POLL_SECONDS)
+        for reference in done:
+            if reference in self._asked:
+                self._tell_progress(reference, on_progress)
+        return [reference for reference in done if reference in self._running]
+
+    def _check_cluster(self) -> None:
+        """Raise ClusterGoneError if the head or this node is dead: Ray would wait for ever, or end this process."""
+        now = time.monotonic()
+        if not is_listening(self._head):
+            if now - self._answered_at > _SILENT_SECONDS:
                 raise ClusterGoneError(f"the Ray cluster at {self._head} is gone")
-        return list(done)
+            return
+        self._answered_at = now
+        if not any(node["Alive"] and node["NodeID"] == self._node for node in self._ray.nodes()):
+            raise ClusterGoneError(f"this machine's node of the Ray cluster at {self._head} is dead")
 
-    def _get(self, reference: Any, actor: Any, task: _Task | None) -> tuple[Any] | None:
-        """Return the result of a task or a start in a tuple; None if its actor died."""
+    def _ask_progress(self) -> None:
+        asked = set(self._asked.values())
+        for actor, task in self._running.values():
+            if task is not None and actor not in asked:
+                self._asked[actor.progress.remote()] = actor
+
+    def _tell_progress(self, reference: Any, on_progress: Callable[[Any, int], None]) -> None:
+        actor = self._asked.pop(reference)
+        try:
+            done = self._ray.get(reference)
+        except self._ray.exceptions.RayError:
+            return  # the actor died: its task says so
+        for running, task in self._running.values():
+            if running is actor and task is not None:
+                on_progress(task.argument, done)
+
+    def _get(self, reference: Any) -> Any:
         try:
             result = self._ray.get(reference)
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError) as error:
-            self._discard(actor)
-            self._note_death(task, error)
-            return None
         except self._ray.exceptions.RaySystemError as error:
             raise ClusterGoneError(f"the Ray cluster at {self._head} is gone: {first_line(error)}") from None
         if isinstance(result, InputError | OSError):
             raise result
-        if task is None:
-            self._starts_failed = 0
-        return (result,)
+        return result
 
-    def _discard(self, actor: Any) -> None:
-        self._actors.discard(actor)
+    def _discard(self, actor: Any, task: _Task | None, reason: str) -> None:
+        del self._actors[actor]
         self._grown_at = float("-inf")
         self._ray.kill(actor)  # if it only could not be reached
-
-    def _note_death(self, task: _Task | None, error: Exception) -> None:
-        reason = _describe_death(error)
         if task is None:
-            self._starts_failed += 1
-            if self._starts_failed > self._options.max_deaths:
-                raise InputError(f"Ray actors die while they start, {self._starts_failed} of them in turn: {reason}")
-            return
-        task.deaths += 1
-        if task.deaths > self._options.max_deaths:
-            about = self._describe(task.argument)
-            raise InputError(f"a Ray actor died {task.deaths} times on {about}: {reason}")
-        self._state.again.append(task)
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                raise InputError(f"a Ray actor died before it was ready {_FAILED_STARTS} times ({reason})")
 
-    def stop(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor)
+
+class _InOrder:
+    """Results by their number, given out in order."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._results: dict[int, Any] = {}
+
+    def add(self, number: int, result: Any) -> Iterator[Any]:
+        """Keep a result, and yield all whose turn it is."""
+        self._results[number] = result
+        while self.next in self._results:
+            yield self._results.pop(self.next)
+            self.next += 1
 
 
 def _describe_death(error: Exception) -> str:

@@ -21,7 +21,8 @@ _STATUS_SECONDS = 60  # `ray status` takes two on an idle machine
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns of its own next default
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its C++ code prints to stderr
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "(?s).",  # or Ray prints to stdout that a process died
 }
 
 
