@@ -55,6 +55,8 @@ from exitwise.rival_methods.table import rivals as rivals
 from exitwise.runtime.classifier import Classifier as Classifier
 from exitwise.runtime.engine import Answer as Answer
 from exitwise.runtime.engine import Prediction as Prediction
+from exitwise.scoring.score import ScoreSummary as ScoreSummary
+from exitwise.scoring.score import score as score
 from exitwise.training.heads import train_heads as train_heads
 from exitwise.training.loop import train as train
 from exitwise.training.machine import Machine as Machine

@@ -17,6 +17,7 @@ from PIL import Image
 
 import exitwise as ew
 from exitwise import data
+from exitwise.core.image_files import load_image
 from exitwise.data import Augmentation, folders
 from exitwise.data.folders import ImageFileSet
 
@@ -362,7 +363,7 @@ def test_a_photo_is_turned_upright_wherever_it_is_read(tmp_path: Path, orientati
     expected = np.asarray(folders._crop_center(upright, 8))
     assert np.array_equal(folders.decode(path, 8, None, None), expected)
     preprocessing = ew.Preprocessing(8, folders.MEAN, folders.STD, folders.MARGIN)
-    assert np.array_equal(folders.load_image(path, preprocessing).transpose(1, 2, 0), expected)
+    assert np.array_equal(load_image(path, preprocessing).transpose(1, 2, 0), expected)
     crop = Augmentation(resized_crop=True)
     draws = torch.rand(crop.draws, generator=torch.Generator().manual_seed(0)).tolist()
     plain = folders.decode(tmp_path / "a" / "upright.png", 8, crop, draws)

@@ -13,3 +13,8 @@ def escape_controls(text: str) -> str:
 
 def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def to_utf8(text: str) -> str:
+    r"""Return text with bytes that are not UTF-8, as in some file names, written as escapes such as \xff."""
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

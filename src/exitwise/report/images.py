@@ -13,7 +13,7 @@ from torch import Tensor
 from exitwise import data
 from exitwise.calibration.trace import Split
 from exitwise.core.errors import InputError
-from exitwise.data.folders import require_pillow
+from exitwise.core.image_files import require_pillow
 from exitwise.runs.data import load_splits
 from exitwise.runs.run import Run
 

@@ -5,18 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exitwise.core.errors import InputError
+from exitwise.core.extras import require_pyarrow as require_pyarrow
 from exitwise.core.files import atomic_write
+from exitwise.core.text import to_utf8
 
 _ROWS = 10_000  # rows of a row group, which are held in memory
-
-
-def require_pyarrow() -> None:
-    """Raise an `InputError` that names the extra to install, unless pyarrow can be imported."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        raise InputError("Parquet files need pyarrow: pip install 'exitwise[parquet]'") from None
 
 
 class ParquetRows:
@@ -72,7 +65,4 @@ def _make_schema(fields: Sequence[str]) -> Any:
 
 
 def _to_utf8(value: Any) -> Any:
-    r"""Return text with bytes that are not UTF-8, as in some file names, written as escapes such as \xff."""
-    if not isinstance(value, str):
-        return value
-    return value.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    return to_utf8(value) if isinstance(value, str) else value

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from exitwise.core.errors import InputError
+from exitwise.core.image_files import SUFFIXES, read_or_error, require_pillow
 from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
-from exitwise.data.folders import SUFFIXES, load_image, require_pillow
 from exitwise.policies.controller import BudgetController
 from exitwise.runtime.engine import Answer
 
@@ -74,19 +74,6 @@ def _list_folder(folder: str) -> list[str]:
     return [str(path) for path in images]
 
 
-def read_or_error(name: str, preprocessing: Preprocessing) -> Array | InputError:
-    """Return the pixels of a file, or the error that prevents reading them."""
-    try:
-        pixels = load_image(Path(name), preprocessing)
-    except (InputError, ValueError) as error:  # a name with a zero byte is a ValueError
-        return error if isinstance(error, InputError) else InputError(f"{name!r} is not a file name")
-    color = pixels[:, 0, 0]
-    if (pixels == color[:, None, None]).all():  # the net would answer with confidence, but there is nothing to see
-        value = tuple(color.tolist()) if len(color) > 1 else int(color[0])
-        return InputError(f"{name} is blank: every pixel is {value}")
-    return pixels
-
-
 @dataclass
 class Summary:
     """Counts of images, errors, exits and abstentions, and the total cost; `former` are rows of a resumed call."""
@@ -138,7 +125,7 @@ def predict(
     def images() -> Iterator[Array | InputError]:
         for name in names:
             waiting.append(name)
-            yield read_or_error(name, preprocessing)
+            yield read_or_error(Path(name), preprocessing, name)
 
     for answer in classifier.stream(images(), batch_size, controller=controller):
         summary.add(answer)

@@ -1,0 +1,141 @@
+"""The command that scores large sources: `exitwise score`."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exitwise.cli.options import ForceOption, JsonOption, print_json
+
+if TYPE_CHECKING:
+    from exitwise.scoring.score import ScoreProgress, ScoreSummary
+
+
+def score(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder, a glob in quotes, a text file with a name per line, tar files or Parquet files: a path, or "
+            "a URI such as s3://bucket/folder.",
+            show_default=False,
+        ),
+    ],
+    bundle: Annotated[
+        str, typer.Option(metavar="BUNDLE", help="ONNX bundle that `exitwise export` wrote.", show_default=False)
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the job, a path or a URI.", show_default=False)],
+    workers: Annotated[int, typer.Option(help="Processes on this machine.", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of onnxruntime in each process.", min=1)] = 1,
+    keep_budget: Annotated[
+        bool,
+        typer.Option("--keep-budget", help="Adapt thresholds to the images, so that the mean cost is the budget."),
+    ] = False,
+    column: Annotated[
+        str | None,
+        typer.Option(help="Parquet column with bytes or paths of images.", show_default="a usual name, such as image"),
+    ] = None,
+    id_column: Annotated[str | None, typer.Option(help="Parquet column with ids.", show_default="file and row")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
+    shard_size: Annotated[int, typer.Option(help="Largest number of images in a shard.", min=1)] = 2048,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Score many images with a bundle, in several processes; the same command resumes after any interruption.
+
+    DIR/parts gets one Parquet file per shard of images, with a row per image: id, path, label, class, confidence, exit
+    (from 0), cost, error and the fingerprint of the bundle. An image that cannot be read, or that ends the process
+    which decodes it, gets a row with its error. The exit status is 1 if every image failed.
+    """
+    from exitwise.scoring.score import score
+
+    with _progress_bar() as show:
+        summary = score(
+            source,
+            bundle=bundle,
+            out=out,
+            workers=workers,
+            threads=threads,
+            batch_size=batch_size,
+            shard_size=shard_size,
+            keep_budget=keep_budget,
+            column=column,
+            id_column=id_column,
+            force=force,
+            on_progress=show,
+        )
+    if as_json:
+        print_json(**summary.to_dict())
+    else:
+        print(f"exitwise: {_describe_summary(summary)}", file=sys.stderr)
+    if summary.all_failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress_bar() -> Iterator["Callable[[ScoreProgress], None] | None"]:
+    """Show a bar on stderr, if it is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("score"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("score", total=None, note="listing the source")
+
+        def show(progress: "ScoreProgress") -> None:
+            done = progress.counts.images + progress.read
+            bar.update(task, completed=done, total=progress.images, note=_describe_progress(progress))
+
+        yield show
+
+
+def _describe_progress(progress: "ScoreProgress") -> str:
+    from exitwise.core.costs import format_cost
+
+    notes, counts = [], progress.counts
+    if progress.per_second is not None and progress.seconds_left is not None:
+        left = timedelta(seconds=round(progress.seconds_left))
+        notes.append(f"{progress.per_second:.0f} rows/s, {left} left")
+    if counts.answered and counts.mean_cost is not None:
+        notes.append(f"exits {_describe_exits(counts.exits)}")
+        notes.append(f"mean cost {format_cost(counts.mean_cost)}")
+    if counts.errors:
+        notes.append(f"{counts.errors} errors")
+    return "; ".join(notes)
+
+
+def _describe_exits(exits: object) -> str:
+    assert isinstance(exits, dict)
+    total = sum(exits.values())
+    return " ".join(f"{count / total:.0%}" for _, count in sorted(exits.items()))
+
+
+def _describe_summary(summary: "ScoreSummary") -> str:
+    from exitwise.core.costs import format_cost
+
+    scored = summary.images - summary.resumed
+    parts = [f"{summary.images} rows in {summary.out}/parts"]
+    if summary.resumed:
+        parts[0] += f", {summary.resumed} of them from before"
+    if summary.per_second is not None:
+        parts.append(f"{scored} images in {summary.seconds:.1f} s, {summary.per_second:.0f} rows/s")
+    if summary.mean_cost is not None:
+        share = summary.mean_cost / summary.full_cost
+        parts.append(f"mean cost {format_cost(summary.mean_cost, summary.unit)}, {share:.1%} of the full net's")
+        answered = summary.images - summary.errors
+        shares = ", ".join(f"{count / answered:.1%} at exit {exit}" for exit, count in sorted(summary.exits.items()))
+        parts.append(f"exited (counted from 0, as in the rows): {shares}")
+    if summary.read_share is not None:
+        parts.append(f"reading and decoding took {summary.read_share:.0%} of the workers' time")
+    if summary.abstained is not None:
+        parts.append(f"{summary.abstained} unanswered (abstained)")
+    if summary.errors:
+        parts.append(f"{summary.errors} with an error, see their rows")
+    return "; ".join(parts)

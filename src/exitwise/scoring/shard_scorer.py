@@ -1,0 +1,220 @@
+"""Scoring of one shard: what a worker does, on this machine or on another."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitwise.core.errors import InputError, first_line
+from exitwise.core.image_files import read_or_error
+from exitwise.core.predictions import Array
+from exitwise.core.text import to_utf8
+from exitwise.policies.controller import BudgetController
+from exitwise.runtime.engine import Answer
+from exitwise.runtime.onnx import Session
+from exitwise.scoring import parquet_source, parts, plan
+from exitwise.scoring.attempts import Attempt
+from exitwise.scoring.files_source import PARQUET, TAR
+from exitwise.scoring.items import Item
+from exitwise.scoring.job import Job, bundle_fingerprint
+from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
+from exitwise.scoring.storage import Locations
+
+Reader = Iterator[tuple[Item, bytes | Path | InputError]]
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """A scored shard: counts of its rows, and where the time of the worker went.
+
+    Args:
+        shard: Number of the shard.
+        counts: Counts of its rows.
+        seconds: Time of the worker on this shard.
+        read_seconds: Part of this time for reading, decoding, scaling and cropping images.
+    """
+
+    shard: int
+    counts: ShardCounts
+    seconds: float
+    read_seconds: float
+
+
+class LoadedBundle:
+    """A bundle that a worker has loaded, with its fingerprint.
+
+    Args:
+        path: Folder of the bundle.
+        threads: Threads of onnxruntime.
+    """
+
+    def __init__(self, path: str | Path, threads: int = 1) -> None:
+        self.path = Path(path)
+        self.session = Session(self.path, threads=threads)
+        self.fingerprint = bundle_fingerprint(self.path, self.session.manifest)
+
+
+class ShardScorer:
+    """Scores shards of a job, one after the other.
+
+    Args:
+        job: The job, or the location of its folder.
+        bundle: The bundle, which must be the job's.
+
+    Raises:
+        InputError: If the bundle differs from the job's, or the job is damaged.
+    """
+
+    def __init__(self, job: Job | str, bundle: LoadedBundle) -> None:
+        self.job = Job.load(job) if isinstance(job, str) else job
+        if bundle.fingerprint != self.job.bundle:
+            raise InputError(
+                f"the bundle {bundle.path} of a worker is not the one of the job ({bundle.fingerprint}, not "
+                f"{self.job.bundle}): all workers need the same files"
+            )
+        self._session = bundle.session
+        self._locations = Locations()
+
+    def score(self, shard: int, on_progress: Callable[[int], None] = lambda images: None) -> ShardReport:
+        """Score a shard and commit its part; a part that exists is kept.
+
+        Args:
+            shard: Number of the shard.
+            on_progress: Called with the number of images read so far.
+
+        Raises:
+            InputError: If the source has changed so that the shard cannot be scored.
+            OSError: If a file of the job cannot be written, or a remote file cannot be read.
+        """
+        job, start = self.job, time.perf_counter()
+        path = job.part_path(shard)
+        if job.storage.stat(path) is not None:
+            counts = parts.read_counts(job.storage, path, job.fingerprint)
+            return ShardReport(shard, counts, time.perf_counter() - start, 0.0)
+        items = plan.read_shard(job.storage, job.plan_folder, shard)
+        with Attempt(job.storage, job.attempts_folder, shard) as attempt:
+            images = _ImageStream(self._read(items), attempt, self._session, on_progress)
+            rows, counts = self._score_items(items, images)
+            parts.write_part(job.storage, path, job.columns, rows, job.fingerprint, counts)
+            attempt.finish()
+        return ShardReport(shard, counts, time.perf_counter() - start, images.seconds)
+
+    def _score_items(self, items: list[Item], images: "_ImageStream") -> tuple[dict[str, list[Any]], ShardCounts]:
+        options, session = self.job.options, self._session
+        # A controller of its own for every shard: rows must not depend on which worker scored what before.
+        controller = BudgetController(session.policy) if options.keep_budget else None
+        answers = session.stream(images, options.batch_size, controller=controller)
+        rows: dict[str, list[Any]] = {name: [] for name in self.job.columns}
+        counts = ShardCounts()
+        exits: dict[int, int] = {}
+        errors, cost, abstained = 0, 0.0, 0
+        for item, answer in zip(items, answers, strict=True):
+            for name, value in _row(item, answer, session.classes, self.job.bundle).items():
+                if name in rows:
+                    rows[name].append(value)
+            if answer.error is not None:
+                errors += 1
+            elif answer.exit is not None and answer.cost is not None:
+                cost += answer.cost
+                exits[answer.exit] = exits.get(answer.exit, 0) + 1
+                abstained += bool(answer.abstained)
+        counts = ShardCounts(len(items), errors, cost, dict(sorted(exits.items())), abstained)
+        return rows, counts
+
+    def _read(self, items: list[Item]) -> Reader:
+        """Yield every image of a shard as bytes, as a local path, or as the error that prevents reading it."""
+        if self.job.kind == PARQUET:
+            yield from self._read_rows(items)
+        elif self.job.kind == TAR:
+            yield from self._read_members(items)
+        else:
+            yield from self._read_files(items)
+
+    def _read_files(self, items: list[Item]) -> Reader:
+        for item in items:
+            if item.path is None:
+                yield item, InputError(f"{item.id} has no path: the column is null")
+                continue
+            storage, path = self._locations.find(os.fsdecode(item.path))
+            if storage.is_local:
+                yield item, Path(path)
+                continue
+            try:
+                data: bytes | InputError = storage.read(path)
+            except (FileNotFoundError, PermissionError) as error:
+                data = InputError(f"{storage.name(path)} cannot be read as an image ({error.strerror or 'not found'})")
+            yield item, data
+
+    def _read_members(self, items: list[Item]) -> Reader:
+        storage, path = self._locations.find(os.fsdecode(items[0].path or b""))
+        with storage.open(path) as file:
+            for item in items:
+                file.seek(item.start)
+                data = file.read(item.size)
+                is_whole = len(data) == item.size
+                yield item, data if is_whole else InputError(f"{item.id} is cut off: {storage.name(path)} ends early")
+
+    def _read_rows(self, items: list[Item]) -> Reader:
+        storage, path = self._locations.find(os.fsdecode(items[0].path or b""))
+        start = items[0].start or 0
+        found = parquet_source.read_images(storage, path, self.job.image_column or "", start, start + len(items))
+        for item, data in zip(items, found, strict=True):
+            yield item, InputError(f"{item.id} has no image: the column is null") if data is None else data
+
+
+class _ImageStream:
+    """Pixels of the images of a shard, or errors in their place, and the time that it took to get them."""
+
+    def __init__(self, reader: Reader, attempt: Attempt, session: Session, on_progress: Callable[[int], None]) -> None:
+        self._reader, self._attempt, self._on_progress = reader, attempt, on_progress
+        preprocessing = session.preprocessing
+        assert preprocessing is not None  # the command has checked it
+        self._preprocessing = preprocessing
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Array | InputError]:
+        start = time.perf_counter()
+        for position, (item, image) in enumerate(self._reader):
+            pixels = self._decode(position, item, image)
+            self.seconds += time.perf_counter() - start
+            self._on_progress(position + 1)
+            yield pixels
+            start = time.perf_counter()
+        self.seconds += time.perf_counter() - start
+
+    def _decode(self, position: int, item: Item, image: bytes | Path | InputError) -> Array | InputError:
+        if isinstance(image, InputError):
+            return image
+        name = to_utf8(str(image)) if isinstance(image, Path) else item.id
+        if position in self._attempt.poisonous:
+            return InputError(f"{name} ends the process that decodes it (a crash of the decoder, or too little memory)")
+        if self._attempt.is_careful:
+            self._attempt.decoding(position)
+        try:
+            return read_or_error(image, self._preprocessing, name)
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's plugins raise many types on damaged files
+            return InputError(f"{name} cannot be read as an image ({first_line(error)})")
+        finally:
+            if self._attempt.is_careful:
+                self._attempt.decoded()
+
+
+def _row(item: Item, answer: Answer, classes: tuple[str, ...] | None, bundle: str) -> dict[str, Any]:
+    predicted, confidence = answer.predicted, answer.confidence
+    return {
+        "id": item.id,
+        "path": None if item.path is None else item.path.decode(errors="backslashreplace"),
+        "label": None if predicted is None or classes is None else classes[predicted],
+        "class": predicted,
+        "confidence": None if confidence is None else round(confidence, 6),
+        "exit": answer.exit,
+        "cost": answer.cost,
+        "error": None if answer.error is None else to_utf8(answer.error),
+        "bundle": bundle,
+        SET: None if answer.set is None else list(answer.set),
+        ABSTAINED: answer.abstained,
+    }
