@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exitwise.cli.options import ForceOption, JsonOption, print_json
+from exitwise.cli.options import ForceOption, JsonOption, RayOption, print_json
 
 if TYPE_CHECKING:
     from exitwise.scoring.score import ScoreProgress, ScoreSummary
@@ -28,7 +28,11 @@ def score(
         str, typer.Option(metavar="BUNDLE", help="ONNX bundle that `exitwise export` wrote.", show_default=False)
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the job, a path or a URI.", show_default=False)],
-    workers: Annotated[int, typer.Option(help="Processes on this machine.", min=1)] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes on this machine, or actors.", show_default="1; with --ray, one per CPU", min=1),
+    ] = None,
+    ray: RayOption = None,
     threads: Annotated[int, typer.Option(help="Threads of onnxruntime in each process.", min=1)] = 1,
     keep_budget: Annotated[
         bool,
@@ -59,6 +63,7 @@ def score(
             out=out,
             workers=workers,
             threads=threads,
+            ray=ray,
             batch_size=batch_size,
             shard_size=shard_size,
             keep_budget=keep_budget,

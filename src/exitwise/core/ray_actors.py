@@ -17,7 +17,7 @@ Work = Callable[[Any, Callable[[int], None]], Any]
 
 _POLL_SECONDS = 1.0  # between two looks at the cluster and at the progress of all actors
 _GROW_SECONDS = 10.0  # between two looks at the number of CPUs
-_SILENT_SECONDS = 10.0  # without an answer of the head, after which the cluster is gone
+_SILENT_SECONDS = 5.0  # without an answer of the head or of this node, after which the cluster is gone
 _FAILED_STARTS = 3  # in turn
 
 
@@ -43,6 +43,7 @@ class TaskActor:
         """Take the command's working directory, if this node has it: names of files and modules are relative to it."""
         if Path(folder).is_dir():
             os.chdir(folder)
+        threading.Thread(target=_exit_without_parent, args=(os.getppid(),), daemon=True).start()
         self._make_work = make_work
         self._work: Work | None = None
         self._done = 0
@@ -75,6 +76,13 @@ class TaskActor:
             return self._done
 
 
+def _exit_without_parent(parent: int) -> None:
+    """End this process soon after Ray's on this node: by themselves actors may work on for half a minute."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)
+
+
 @dataclass(eq=False)
 class _Task:
     number: int
@@ -97,7 +105,9 @@ class ActorPool:
         # Two threads: one runs the task, the other tells its progress.
         self._actor_class = ray.remote(**needs, max_restarts=0, max_concurrency=2)(TaskActor)
         context = ray.get_runtime_context()
-        self._head, self._node = context.gcs_address, context.get_node_id()
+        self._head = context.gcs_address
+        [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        self._node = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
         self._actors: dict[Any, int] = {}  # to the id of its process, 0 while it starts
         self._free: deque[Any] = deque()
         self._running: dict[Any, tuple[Any, _Task | None]] = {}  # reference -> actor, its task (None: its start)
@@ -206,15 +216,14 @@ class ActorPool:
         return [reference for reference in done if reference in self._running]
 
     def _check_cluster(self) -> None:
-        """Raise ClusterGoneError if the head or this node is dead: Ray would wait for ever, or end this process."""
+        """Raise ClusterGoneError if the head or this machine's node is dead: Ray would soon end this process."""
         now = time.monotonic()
-        if not is_listening(self._head):
-            if now - self._answered_at > _SILENT_SECONDS:
-                raise ClusterGoneError(f"the Ray cluster at {self._head} is gone")
-            return
-        self._answered_at = now
-        if not any(node["Alive"] and node["NodeID"] == self._node for node in self._ray.nodes()):
-            raise ClusterGoneError(f"this machine's node of the Ray cluster at {self._head} is dead")
+        silent = [address for address in (self._head, self._node) if not is_listening(address)]
+        if not silent:
+            self._answered_at = now
+        elif now - self._answered_at > _SILENT_SECONDS:
+            what = "the Ray cluster" if silent[0] == self._head else "this machine's node of the Ray cluster"
+            raise ClusterGoneError(f"{what} at {silent[0]} is gone")
 
     def _ask_progress(self) -> None:
         asked = set(self._asked.values())
@@ -276,6 +285,7 @@ def _describe_death(error: Exception) -> str:
         ("node has died", "its node died"),
         ("node failure", "its node died"),
         ("End of file", "its process was killed or crashed, perhaps for lack of memory"),
+        ("unavailable", "it could not be reached"),
         ("exit code", "its process ended"),
     ):
         if sign in text:

@@ -3,11 +3,14 @@
 Ray prints warnings of its own, tries dead addresses for minutes, and sends usage statistics: here it does none of this.
 """
 
+import importlib.util
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,25 +24,12 @@ _STATUS_SECONDS = 60  # `ray status` takes two on an idle machine
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns of its own next default
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its C++ code prints to stderr
     "RAY_DEDUP_LOGS_SKIP_REGEX": "(?s).",  # or Ray prints to stdout that a process died
 }
 
 
 class ClusterGoneError(InputError):
     """The cluster ended while a command used it."""
-
-
-def import_ray() -> Any:
-    """Return the module `ray`, with usage statistics off; raise InputError if it is not installed."""
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError:
-        raise InputError("`ray` needs Ray: pip install 'exitwise[ray]'") from None
-    return ray
 
 
 @contextmanager
@@ -55,14 +45,24 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
     """
     if address != LOCAL and not _is_address(address):
         raise InputError(f"`ray` must be HOST:PORT of a cluster's head, or local, but got {address!r}")
-    ray = import_ray()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "configure_logging": True}
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("`ray` needs Ray: pip install 'exitwise[ray]'")
+    if address != LOCAL:
+        _check_cluster(address)
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    options: dict[str, Any] = {
+        "address": address,
+        "log_to_driver": False,
+        "logging_level": "CRITICAL",
+        "configure_logging": True,
+    }
     if address == LOCAL:
         cpus = num_cpus or _count_cpus()
-        options |= {"address": LOCAL, "num_cpus": cpus, "include_dashboard": False}
-    else:
-        _check_cluster(address)
-        options |= {"address": address}
+        options |= {"num_cpus": cpus, "include_dashboard": False}
+    sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except (Exception, SystemExit) as error:  # whatever Ray raises: versions that differ, no memory, no free port
@@ -71,6 +71,8 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
             ray.shutdown()
         where = "start Ray on this machine" if address == LOCAL else f"connect to the Ray cluster at {address}"
         raise InputError(f"cannot {where}: {reason}") from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, sigterm)  # Ray's own would end the process with another status
     try:
         yield ray
     finally:

@@ -24,6 +24,7 @@ from exitwise.scoring.job import (
 )
 from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.parts import ShardCounts
+from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.shard_scorer import ShardReport
 from exitwise.scoring.storage import Storage, open_location
 
@@ -94,8 +95,9 @@ def score(
     *,
     bundle: str | Path,
     out: str | Path,
-    workers: int = 1,
+    workers: int | None = None,
     threads: int = 1,
+    ray: str | None = None,
     batch_size: int = 64,
     shard_size: int = 2048,
     keep_budget: bool = False,
@@ -115,15 +117,16 @@ def score(
             `pyarrow.fs` opens.
         bundle: Folder of a bundle that `Classifier.export` wrote, with a preprocessing of images.
         out: Folder of the job, a path or URI.
-        workers: Number of processes on this machine.
+        workers: Number of processes on this machine [default: 1], or of actors on a cluster [default: one per CPU].
         threads: Threads of onnxruntime in each process.
+        ray: HOST:PORT of the head of a Ray cluster to score on, or "local" for one on this machine.
         batch_size: Images per batch of the first stage.
         shard_size: Largest number of images in a shard.
         keep_budget: Keep the mean cost of every shard at the budget of the bundle, with a controller.
         column: Column of Parquet files with the bytes or the paths of the images; a usual name by default.
         id_column: Column of Parquet files with ids; file and row by default.
         force: Start anew if `out` holds a job.
-        executor: Runs the shards, in place of `workers` processes with `threads` threads.
+        executor: Runs the shards, in place of `workers` processes or actors with `threads` threads.
         on_progress: Called with the progress of the job.
 
     Returns:
@@ -145,8 +148,10 @@ def score(
     fingerprint = bundle_fingerprint(Path(bundle), manifest)
     columns = tuple(parts.columns_of(manifest.sets is not None, manifest.abstention is not None))
     storage, folder = open_location(str(out), "out")
-    if executor is None:
-        executor = LocalExecutor(bundle, workers, threads)
+    if executor is None and ray is not None:
+        executor = RayExecutor(bundle, ray, workers, threads)
+    elif executor is None:
+        executor = LocalExecutor(bundle, 1 if workers is None else workers, threads)
     with locked(storage, folder):
         if force:
             remove_job(storage, folder)
