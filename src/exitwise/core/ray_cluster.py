@@ -53,12 +53,7 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
         os.environ.setdefault(name, value)
     import ray
 
-    options: dict[str, Any] = {
-        "address": address,
-        "log_to_driver": False,
-        "logging_level": "CRITICAL",
-        "configure_logging": True,
-    }
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "CRITICAL"}
     if address == LOCAL:
         cpus = num_cpus or _count_cpus()
         options |= {"num_cpus": cpus, "include_dashboard": False}
@@ -110,6 +105,9 @@ def _check_cluster(address: str) -> None:
     except subprocess.TimeoutExpired:
         raise InputError(f"what listens at {address} is no Ray cluster: it does not answer `ray status`") from None
     if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "mismatch" in line]
-        reason = lines[0].strip() if lines else "`ray status` fails"
+        output = done.stdout + done.stderr
+        lines = [line.strip() for line in output.splitlines() if "mismatch" in line]
+        reason = lines[0] if lines else "`ray status` fails"
+        if "AuthToken" in output:
+            reason = "it wants its token, by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH in the environment"
         raise InputError(f"what listens at {address} is no usable Ray cluster: {reason}")
