@@ -198,6 +198,8 @@ if "exitwise.scoring.worker" in sys.orig_argv:
     def replace_or_die(self, target):
         """Die between the data of a part and its commit, or after the commit, as often as there are files."""
         when = [path for path in Path(os.environ.get("DEATHS", "/nowhere")).glob("*") if "part-" in str(target)]
+        if when and when[0].name.startswith("full"):
+            raise OSError(28, "No space left on device", str(target))
         if when and when[0].name.startswith("before"):
             die(when[0])
         result = replace_file(self, target)
