@@ -1,6 +1,7 @@
 """Scoring of one shard: what a worker does, on this machine or on another."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from exitwise.scoring.items import Item
 from exitwise.scoring.job import Job, bundle_fingerprint
 from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
 from exitwise.scoring.storage import Locations
+
+_OUT_OF_MEMORY = re.compile("allocate memory|bad.?alloc", re.IGNORECASE)  # in errors of onnxruntime
 
 Reader = Iterator[tuple[Item, bytes | Path | InputError]]
 
@@ -107,7 +110,6 @@ class ShardScorer:
         controller = BudgetController(session.policy) if options.keep_budget else None
         answers = session.stream(images, options.batch_size, controller=controller)
         rows: dict[str, list[Any]] = {name: [] for name in self.job.columns}
-        counts = ShardCounts()
         exits: dict[int, int] = {}
         errors, cost, abstained = 0, 0.0, 0
         for item, answer in zip(items, answers, strict=True):
@@ -115,6 +117,8 @@ class ShardScorer:
                 if name in rows:
                     rows[name].append(value)
             if answer.error is not None:
+                if _OUT_OF_MEMORY.search(answer.error):  # of this process now, not of the image: another may have more
+                    raise MemoryError(answer.error)
                 errors += 1
             elif answer.exit is not None and answer.cost is not None:
                 cost += answer.cost
@@ -193,14 +197,14 @@ class _ImageStream:
         if self._attempt.is_careful:
             self._attempt.decoding(position)
         try:
-            return read_or_error(image, self._preprocessing, name)
-        except MemoryError:
+            pixels = read_or_error(image, self._preprocessing, name)
+        except MemoryError:  # it ends the process, and the record must name this image
             raise
         except Exception as error:  # Pillow's plugins raise many types on damaged files
-            return InputError(f"{name} cannot be read as an image ({first_line(error)})")
-        finally:
-            if self._attempt.is_careful:
-                self._attempt.decoded()
+            pixels = InputError(f"{name} cannot be read as an image ({first_line(error)})")
+        if self._attempt.is_careful:
+            self._attempt.decoded()
+        return pixels
 
 
 def _row(item: Item, answer: Answer, classes: tuple[str, ...] | None, bundle: str) -> dict[str, Any]:
