@@ -184,7 +184,7 @@ def test_a_terminated_command_ends_as_the_others_do(cluster: Cluster, job: Job, 
     wait_until(lambda: bool(cluster.actors()), process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == 143, err
     assert "Traceback" not in err
 
 

@@ -182,6 +182,7 @@ def _run(
     todo = sorted(set(range(job.plan.shards)) - set(done))
     if todo:
         executor.run(job, todo, progress.add)
+        job.storage.remove_partial(job.parts_folder)  # of workers that were killed
     _remove_attempts(job.storage, job.attempts_folder)
     counts = progress.counts
     seconds = time.perf_counter() - progress.start
