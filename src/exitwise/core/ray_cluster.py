@@ -60,8 +60,10 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
-    except (Exception, SystemExit) as error:  # whatever Ray raises: versions that differ, no memory, no free port
-        reason = first_line(error) if isinstance(error, Exception) else "Ray ended"
+    except SystemExit as error:  # Ray's handler of SIGTERM exits with the number of the signal
+        raise SystemExit(128 + signal.SIGTERM if error.code == signal.SIGTERM else error.code) from None
+    except Exception as error:  # whatever Ray raises: versions that differ, no memory, no free port
+        reason = first_line(error)
         with suppress(Exception):
             ray.shutdown()
         where = "start Ray on this machine" if address == LOCAL else f"connect to the Ray cluster at {address}"
