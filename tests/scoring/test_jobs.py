@@ -1,5 +1,6 @@
 """Jobs in this process: rows are those of `predict`, whatever died when, and another job is refused."""
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from command import Command
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from PIL import Image
 from scoring_cases import (
     CLASSES,
     POISON,
@@ -31,6 +33,7 @@ from scoring_cases import (
 
 import exitwise as ew
 from exitwise.core import image_files
+from exitwise.core.image_files import DECODERS, load_image
 from exitwise.policies.controller import BudgetController
 from exitwise.runs import predict
 from exitwise.runtime.onnx import Session
@@ -198,7 +201,8 @@ def expected(bundle: Path, folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestDeaths:
-    @hypothesis_settings(max_examples=12)
+    @pytest.mark.slow
+    @hypothesis_settings(max_examples=15)
     @given(deaths=st.sets(st.integers(1, 800), max_size=5), again=st.integers(1, 400), seed=st.integers(0, 9))
     def test_parts_do_not_depend_on_who_died_when(
         self,
@@ -310,6 +314,8 @@ class TestResuming:
         refused("another shard size", folder, bundle, out, shard_size=41)
         refused("another keep budget .False, not True.", folder, bundle, out, keep_budget=True)
         refused("another column .None, not x.", folder, bundle, out, column="x")
+        refused("another decoder .pillow, not draft.", folder, bundle, out, decoder="draft")
+        refused("`decoder` must be one of pillow, draft", folder, bundle, out, decoder="fast")
         refused("another source", folder / "a", bundle, out)
         other = write_bundle(tmp_path / "other", threshold=0.6)
         refused(r"another bundle \(\w+, not \w+\)", folder, other, out)
@@ -454,3 +460,20 @@ def test_bad_input_is_one_line_and_status_2(
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert problem in done.err
     assert not list(tmp_path.glob("out/p*"))
+
+
+@pytest.mark.parametrize("size", [(500, 375), (9, 12), (375, 500)])
+def test_a_draft_has_nearly_the_same_pixels(size: tuple[int, int]) -> None:
+    """Smooth images are equal but for rounding, and images that are small already are equal."""
+    y, x = np.mgrid[0 : size[1], 0 : size[0]] / max(size)
+    pixels = np.stack([128 + 100 * np.sin(5 * x + 3 * y), 255 * x, 255 * y], axis=-1).astype(np.uint8)
+    preprocessing = ew.Preprocessing(32, (0.5,) * 3, (0.25,) * 3, 256 / 224)
+    for format, exif in (("JPEG", 6), ("JPEG", 1), ("PNG", 1)):
+        data, tags = io.BytesIO(), Image.Exif()
+        tags[0x0112] = exif
+        Image.fromarray(pixels).save(data, format, exif=tags)
+        full, draft = (load_image(data.getvalue(), preprocessing, "x", decoder).astype(int) for decoder in DECODERS)
+        difference = np.abs(full - draft)
+        assert difference.mean() < 1
+        assert difference.max() <= (8 if format == "JPEG" and max(size) > 100 else 0)
+        assert (difference.max() > 0) == (format == "JPEG" and max(size) > 100)  # it is really another decoder

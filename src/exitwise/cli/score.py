@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -43,6 +43,10 @@ def score(
         typer.Option(help="Parquet column with bytes or paths of images.", show_default="a usual name, such as image"),
     ] = None,
     id_column: Annotated[str | None, typer.Option(help="Parquet column with ids.", show_default="file and row")] = None,
+    decoder: Annotated[
+        Literal["pillow", "draft"],
+        typer.Option(help="draft decodes large JPEG files at a part of their size: faster, slightly other pixels."),
+    ] = "pillow",
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     shard_size: Annotated[int, typer.Option(help="Largest number of images in a shard.", min=1)] = 2048,
     force: ForceOption = False,
@@ -69,6 +73,7 @@ def score(
             keep_budget=keep_budget,
             column=column,
             id_column=id_column,
+            decoder=decoder,
             force=force,
             on_progress=show,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from exitwise.core.checks import check_bool
 from exitwise.core.errors import InputError
 from exitwise.core.extras import require_scoring
+from exitwise.core.image_files import PILLOW
 from exitwise.core.results import Result
 from exitwise.policies.controller import BudgetController
 from exitwise.runtime.bundle import Manifest
@@ -103,6 +104,7 @@ def score(
     keep_budget: bool = False,
     column: str | None = None,
     id_column: str | None = None,
+    decoder: str = PILLOW,
     force: bool = False,
     executor: Executor | None = None,
     on_progress: Callable[[ScoreProgress], None] | None = None,
@@ -125,6 +127,8 @@ def score(
         keep_budget: Keep the mean cost of every shard at the budget of the bundle, with a controller.
         column: Column of Parquet files with the bytes or the paths of the images; a usual name by default.
         id_column: Column of Parquet files with ids; file and row by default.
+        decoder: "pillow", or "draft", which decodes large JPEG files at a part of their size: faster, with slightly
+            other pixels.
         force: Start anew if `out` holds a job.
         executor: Runs the shards, in place of `workers` processes or actors with `threads` threads.
         on_progress: Called with the progress of the job.
@@ -143,7 +147,7 @@ def score(
         (20000, 3)
     """
     require_scoring()
-    options = ScoreOptions(batch_size, shard_size, check_bool("keep_budget", keep_budget), column, id_column)
+    options = ScoreOptions(batch_size, shard_size, check_bool("keep_budget", keep_budget), column, id_column, decoder)
     manifest = _load_manifest(Path(bundle), keep_budget)
     fingerprint = bundle_fingerprint(Path(bundle), manifest)
     columns = tuple(parts.columns_of(manifest.sets is not None, manifest.abstention is not None))

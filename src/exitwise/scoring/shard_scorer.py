@@ -98,7 +98,7 @@ class ShardScorer:
             return ShardReport(shard, counts, time.perf_counter() - start, 0.0)
         items = plan.read_shard(job.storage, job.plan_folder, shard)
         with Attempt(job.storage, job.attempts_folder, shard) as attempt:
-            images = _ImageStream(self._read(items), attempt, self._session, on_progress)
+            images = _ImageStream(self._read(items), attempt, self._session, job.options.decoder, on_progress)
             rows, counts = self._score_items(items, images)
             parts.write_part(job.storage, path, job.columns, rows, job.fingerprint, counts)
             attempt.finish()
@@ -171,8 +171,10 @@ class ShardScorer:
 class _ImageStream:
     """Pixels of the images of a shard, or errors in their place, and the time that it took to get them."""
 
-    def __init__(self, reader: Reader, attempt: Attempt, session: Session, on_progress: Callable[[int], None]) -> None:
-        self._reader, self._attempt, self._on_progress = reader, attempt, on_progress
+    def __init__(
+        self, reader: Reader, attempt: Attempt, session: Session, decoder: str, on_progress: Callable[[int], None]
+    ) -> None:
+        self._reader, self._attempt, self._decoder, self._on_progress = reader, attempt, decoder, on_progress
         preprocessing = session.preprocessing
         assert preprocessing is not None  # the command has checked it
         self._preprocessing = preprocessing
@@ -197,7 +199,7 @@ class _ImageStream:
         if self._attempt.is_careful:
             self._attempt.decoding(position)
         try:
-            pixels = read_or_error(image, self._preprocessing, name)
+            pixels = read_or_error(image, self._preprocessing, name, self._decoder)
         except MemoryError:  # it ends the process, and the record must name this image
             raise
         except Exception as error:  # Pillow's plugins raise many types on damaged files
