@@ -22,10 +22,14 @@ import exitwise as ew
 from exitwise.runs.machine_load import measure_load
 from exitwise.scoring.executors import Executor
 from exitwise.scoring.local_executor import LocalExecutor
+from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.score import ScoreProgress
 
 # Executors by name; each is a function (bundle, number of workers) -> executor. The first is the one to compare with.
-EXECUTORS: Mapping[str, Callable[[Path, int], Executor]] = {"local": LocalExecutor}
+EXECUTORS: Mapping[str, Callable[[Path, int], Executor]] = {
+    "local": LocalExecutor,
+    "ray": lambda bundle, workers: RayExecutor(bundle, "local", workers),
+}
 
 
 def write_images(folder: Path, count: int) -> None:

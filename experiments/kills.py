@@ -1,10 +1,12 @@
 """Ten SIGKILLs of a running `exitwise score`: is its table that of a run which nothing interrupted, row for row?
 
-usage: kills.py CIFAR100_DIR --local [--images 4000] [--seed 0] [--out experiments/kills]
+usage: kills.py CIFAR100_DIR --local | --ray [--images 4000] [--seed 0] [--out experiments/kills]
 
 Five times the command is killed and started again, five times one of its two workers; two of these workers die between
-the data of a part and its commit. Moments are drawn: after a random number of parts and a random time. The result goes
-to OUT/local.json. Needs Linux, for the processes in /proc.
+the data of a part and its commit. Moments are drawn: after a random number of parts and a random time. With --ray the
+workers are actors of a Ray cluster on this machine, and in an eleventh kill its raylet, the process that manages a
+node, dies: the command must then end by itself, in one line. The result goes to OUT/local.json or OUT/ray.json. Needs
+Linux, for the processes in /proc.
 """
 
 import argparse
@@ -30,13 +32,14 @@ from exitwise.data import cifar
 HERE = Path(__file__).parent
 SHARDS = 40
 KILLS = ("command",) * 5 + ("worker",) * 3 + ("worker between data and commit",) * 2
+RAY_KILLS = (*KILLS, "raylet")
 
 # A worker that finds a ticket dies after it has written a part and before it renames it.
 SITE = """
 import os, signal, sys
 from pathlib import Path
 
-if "exitwise.scoring.worker" in sys.orig_argv:
+if any(word == "exitwise.scoring.worker" or word.endswith("default_worker.py") for word in sys.orig_argv):
     replace_file = Path.replace
 
     def replace_or_die(self, target):
@@ -71,10 +74,11 @@ def prepare(root: Path, place: Path, count: int) -> None:
         (place / name).mkdir()
 
 
-def start(place: Path, out: str, shard_size: int) -> "subprocess.Popen[str]":
-    """Start the command with two local workers."""
+def start(place: Path, out: str, shard_size: int, on_ray: bool = False) -> "subprocess.Popen[str]":
+    """Start the command with two workers: local processes, or actors on a cluster that it starts."""
     words = [sys.executable, "-m", "exitwise", "score", place / "images", "--bundle", place / "bundle"]
     words += ["--out", place / out, "--workers", "2", "--shard-size", shard_size, "--json"]
+    words += ["--ray", "local"] if on_ray else []
     paths = [str(place / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TICKETS": str(place / "tickets")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -96,6 +100,25 @@ def children(process: int) -> list[int]:
     return [int(child) for file in files for child in file.read_text().split()]
 
 
+def command_line(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def find_raylet(process: int) -> int | None:
+    return next((child for child in children(process) if "raylet/raylet " in command_line(child)), None)
+
+
+def find_workers(process: int, on_ray: bool) -> list[int]:
+    """Return the ids of the local workers of a command, or of its actors, which are children of the raylet."""
+    if not on_ray:
+        return children(process)
+    raylet = find_raylet(process)
+    return [child for child in children(raylet) if "TaskActor" in command_line(child)] if raylet else []
+
+
 def is_running(process: int) -> bool:
     """Return whether a process runs and is not a zombie."""
     try:
@@ -110,20 +133,22 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def kill_ten_times(place: Path, shard_size: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+def kill_many_times(place: Path, shard_size: int, rng: np.random.Generator, on_ray: bool) -> list[dict[str, Any]]:
     """Score to the end through all kills; return what was killed when."""
     parts, tickets, used = (place / name for name in ("killed/parts", "tickets", "tickets.used"))
-    process, kills = start(place, "killed", shard_size), []
-    moments = sorted(rng.choice(SHARDS - 3, len(KILLS), replace=False))
-    for target, moment in zip(rng.permutation(KILLS), moments, strict=True):
+    process, kills = start(place, "killed", shard_size, on_ray), []
+    targets = RAY_KILLS if on_ray else KILLS
+    moments = sorted(rng.choice(SHARDS - 3, len(targets), replace=False))
+    for target, moment in zip(rng.permutation(targets), moments, strict=True):
         committed = 0
-        while committed < moment or not (place / "killed" / "job.json").exists() or len(children(process.pid)) < 2:
+        job = place / "killed" / "job.json"
+        while committed < moment or not job.exists() or len(find_workers(process.pid, on_ray)) < 2:
             if process.poll() is not None:
                 raise SystemExit(f"the command ended with status {process.returncode}: {process.stderr.read()}")
             time.sleep(0.01)
             committed = len(list(parts.glob("part-*")))
         time.sleep(rng.random())
-        workers = children(process.pid)
+        workers = find_workers(process.pid, on_ray)
         kill: dict[str, Any] = {"target": str(target), "parts_committed": len(list(parts.glob("part-*")))}
         if target == "command":
             process.kill()
@@ -132,7 +157,13 @@ def kill_ten_times(place: Path, shard_size: int, rng: np.random.Generator) -> li
             while any(map(is_running, workers)):
                 time.sleep(0.01)
             kill["workers_exited_after_seconds"] = time.perf_counter() - gone
-            process = start(place, "killed", shard_size)
+            process = start(place, "killed", shard_size, on_ray)
+        elif target == "raylet":
+            os.kill(find_raylet(process.pid) or 0, signal.SIGKILL)
+            gone = time.perf_counter()
+            _, err = process.communicate()
+            kill |= {"seconds": time.perf_counter() - gone, "status": process.returncode, "stderr": err}
+            process = start(place, "killed", shard_size, on_ray)
         elif target == "worker":
             os.kill(int(rng.choice(workers)), signal.SIGKILL)
         else:
@@ -149,21 +180,24 @@ def kill_ten_times(place: Path, shard_size: int, rng: np.random.Generator) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
-    parser.add_argument("--local", action="store_true", required=True, help="kill processes of this machine")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--local", action="store_true", help="kill processes of this machine")
+    kind.add_argument("--ray", action="store_true", help="kill actors of a Ray cluster")
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "kills")
     arguments = parser.parse_args()
+    executor = "ray" if arguments.ray else "local"
     with tempfile.TemporaryDirectory() as name:
         place, shard_size = Path(name), arguments.images // SHARDS
         prepare(arguments.root, place, arguments.images)
         finish(start(place, "expected", shard_size))
         expected = read_rows(place / "expected")
-        kills = kill_ten_times(place, shard_size, np.random.default_rng(arguments.seed))
+        kills = kill_many_times(place, shard_size, np.random.default_rng(arguments.seed), arguments.ray)
         rows = read_rows(place / "killed")
         equal = [a == b for a, b in zip(rows, expected, strict=True)]
         result = {
-            "command": f"kills.py CIFAR100_DIR --local --images {arguments.images} --seed {arguments.seed}",
+            "command": f"kills.py CIFAR100_DIR --{executor} --images {arguments.images} --seed {arguments.seed}",
             "machine": machine(),
             "images": arguments.images,
             "shards": SHARDS,
@@ -176,7 +210,7 @@ def main() -> None:
                 for file in (place / "killed" / "parts").iterdir()
             ),
         }
-    write_json(arguments.out / "local.json", result)
+    write_json(arguments.out / f"{executor}.json", result)
     print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=2))
     if sum(equal) < len(expected):
         raise SystemExit("the tables differ")
