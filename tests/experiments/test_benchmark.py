@@ -88,3 +88,10 @@ def test_the_pools_benchmark_measures_everything(tmp_path: Path) -> None:
     fits = found["fit / forward pass over the validation images"]
     assert set(fits) == {"Pool", "Pool W_opt", "learned score", "confidence", "auto"}
     assert found["memory"]["auto, peak GB"] > 0
+
+
+def test_the_scoring_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("scoring.py", tmp_path)
+    assert {"local, 1", "local, 2"} <= set(found["images_per_second"])
+    assert 0 < found["read_share"]["local, 1"] < 1
+    assert found["beside_local"]["local"] in (1.0, None)

@@ -97,14 +97,14 @@ def collect(
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to skip counting") from None
 
-    with _inference_mode(net):
-        val_split = _collect_split(net, val, "val", progress, count_costs)
-        test_split = None if test is None else _collect_split(net, test, "test", progress, count_costs)
-        curvatures = () if train is None else _collect_curvature(net, train, _ACCUMULATORS[curvature], progress)
+    with inference_mode(net):
+        val_split = collect_split(net, val, "val", progress, count_costs)
+        test_split = None if test is None else collect_split(net, test, "test", progress, count_costs)
+        curvatures = () if train is None else collect_curvature(net, train, _ACCUMULATORS[curvature], progress)
     return Trace(
         val=val_split,
         test=test_split,
-        heads=tuple(_copy_last_layer(head.last) for head in net.exits),
+        heads=tuple(copy_last_layer(head.last) for head in net.exits),
         curvature=curvatures,
         costs=distributed.broadcast_object(net_costs)[0],  # rank 0 has the first batch, other ranks may have none
         classes=tuple(classes) if classes is not None else None,
@@ -114,15 +114,16 @@ def collect(
 
 
 @contextmanager
-def _inference_mode(net: MultiExitNet) -> Iterator[None]:
+def inference_mode(net: MultiExitNet) -> Iterator[None]:
+    """Put the net into evaluation mode and switch gradients off, for the time of the block."""
     with preserve_training_mode(net), torch.no_grad():
         net.eval()
         yield
 
 
-def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int) -> list[Tensor]:
+def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int, is_first: bool) -> list[Tensor]:
     """Compute the features K x (m, p_k) of a batch whose first sample is number `start` of split `name`."""
-    with nullcontext() if start else net_input_errors(describe(images)):  # unsuitable inputs fail in the first batch
+    with net_input_errors(describe(images)) if is_first else nullcontext():  # unsuitable inputs fail in the first batch
         features = net.features(images)
     for k, x in enumerate(features):
         if x.dim() != 2:
@@ -133,17 +134,26 @@ def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int) 
     return features
 
 
-def _collect_split(
-    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, on_inputs: Callable[[Any], None]
+def collect_split(
+    net: MultiExitNet,
+    loader: Iterable[Batch],
+    name: str,
+    progress: Progress | None,
+    on_inputs: Callable[[Any], None] | None = None,
+    start: int = 0,
 ) -> Split:
-    """Collect features, labels and index of a split; `on_inputs` is called with the inputs of every batch."""
+    """Collect features, labels and index of a split, or of a shard that begins at sample `start` of it.
+
+    `on_inputs` is called with the inputs of every batch.
+    """
     features: list[list[Tensor]] = [[] for _ in net.exits]
     labels: list[Tensor] = []
     index: list[Tensor] = []
-    done = 0
-    for images, batch_labels, batch_index in validated_batches(net, loader, name, progress):
-        on_inputs(images)
-        for batches, x in zip(features, _compute_features(net, images, name, done), strict=True):
+    done = start
+    for images, batch_labels, batch_index in validated_batches(net, loader, name, progress, start):
+        if on_inputs:
+            on_inputs(images)
+        for batches, x in zip(features, _compute_features(net, images, name, done, done == start), strict=True):
             batches.append(x.float().cpu())
         labels.append(batch_labels)
         if batch_index is not None:
@@ -157,20 +167,21 @@ def _collect_split(
     )
 
 
-def _collect_curvature(
+def collect_curvature(
     net: MultiExitNet,
     loader: Iterable[Batch],
     make_accumulator: Callable[[int, int, bool], CurvatureAccumulator],
     progress: Progress | None,
+    start: int = 0,
 ) -> tuple[Curvature, ...]:
-    """Accumulate the curvature (K,) of every exit over the training split."""
+    """Accumulate the curvature (K,) of every exit over the training split, or a shard from sample `start` of it."""
     layers = [head.last for head in net.exits]
     accumulators = [make_accumulator(x.in_features, x.out_features, x.bias is not None) for x in layers]
-    done = 0
-    for images, labels, _ in validated_batches(net, loader, "train", progress):
+    done = start
+    for images, labels, _ in validated_batches(net, loader, "train", progress, start):
         # The features of a batch are not bound to a name, so that they are freed before the next batch.
         for layer, accumulator, x in zip(
-            layers, accumulators, _compute_features(net, images, "train", done), strict=True
+            layers, accumulators, _compute_features(net, images, "train", done, done == start), strict=True
         ):
             accumulator.update(x, layer(x))
         done += len(labels)
@@ -184,6 +195,7 @@ def _sum_over_ranks(curvature: Curvature) -> Curvature:
     return Curvature(A, B, int(n))
 
 
-def _copy_last_layer(last: torch.nn.Linear) -> HeadWeights:
+def copy_last_layer(last: torch.nn.Linear) -> HeadWeights:
+    """Return the weights of a last layer in float32 on the CPU."""
     bias = last.bias.detach().float().cpu().clone() if last.bias is not None else None
     return HeadWeights(last.weight.detach().float().cpu().clone(), bias)

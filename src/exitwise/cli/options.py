@@ -10,11 +10,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from exitwise.runs.options import NET_HELP
+from exitwise.runs.options import NET_HELP, RAY_HELP
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
+RayOption = Annotated[str | None, typer.Option(help=RAY_HELP, show_default=False)]
 NetOption = Annotated[list[str] | None, typer.Option(help=NET_HELP)]
 MethodOption = Annotated[
     str,

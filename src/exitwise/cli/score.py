@@ -4,11 +4,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from exitwise.cli.options import ForceOption, JsonOption, print_json
+from exitwise.cli.options import ForceOption, JsonOption, RayOption, print_json
 
 if TYPE_CHECKING:
     from exitwise.scoring.score import ScoreProgress, ScoreSummary
@@ -28,7 +28,11 @@ def score(
         str, typer.Option(metavar="BUNDLE", help="ONNX bundle that `exitwise export` wrote.", show_default=False)
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the job, a path or a URI.", show_default=False)],
-    workers: Annotated[int, typer.Option(help="Processes on this machine.", min=1)] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes on this machine, or actors.", show_default="1; with --ray, one per CPU", min=1),
+    ] = None,
+    ray: RayOption = None,
     threads: Annotated[int, typer.Option(help="Threads of onnxruntime in each process.", min=1)] = 1,
     keep_budget: Annotated[
         bool,
@@ -39,6 +43,10 @@ def score(
         typer.Option(help="Parquet column with bytes or paths of images.", show_default="a usual name, such as image"),
     ] = None,
     id_column: Annotated[str | None, typer.Option(help="Parquet column with ids.", show_default="file and row")] = None,
+    decoder: Annotated[
+        Literal["pillow", "draft"],
+        typer.Option(help="draft decodes large JPEG files at a part of their size: faster, slightly other pixels."),
+    ] = "pillow",
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     shard_size: Annotated[int, typer.Option(help="Largest number of images in a shard.", min=1)] = 2048,
     force: ForceOption = False,
@@ -59,11 +67,13 @@ def score(
             out=out,
             workers=workers,
             threads=threads,
+            ray=ray,
             batch_size=batch_size,
             shard_size=shard_size,
             keep_budget=keep_budget,
             column=column,
             id_column=id_column,
+            decoder=decoder,
             force=force,
             on_progress=show,
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from exitwise.cli.option_names import shorten_message
-from exitwise.cli.options import ForceOption, JsonOption, RunArgument, expand_options, print_json
+from exitwise.cli.options import ForceOption, JsonOption, RayOption, RunArgument, expand_options, print_json
 from exitwise.core.errors import InputError
 from exitwise.core.rank import is_rank_zero
 from exitwise.core.text import escape_controls
@@ -144,6 +144,7 @@ def collect(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     half: Annotated[bool, typer.Option("--half", help="Store features as float16: half the size.")] = False,
+    ray: RayOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -157,7 +158,8 @@ def collect(
 
     configure_logging()
     with progress_bars() as progress:
-        options = CollectOptions(machine, batch_size, half, progress)
+        _check_machine_of_ray(ray, machine)
+        options = CollectOptions(machine, batch_size, half, progress, ray)
         if (run / "run.json").is_file():
             given = {"model": net.model, "checkpoint": checkpoint, **_options_of_new_data(data), "data": data.data}
             for name, value in given.items():
@@ -175,6 +177,18 @@ def collect(
         return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
     print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {shlex.quote(str(run))}")
     return None
+
+
+def _check_machine_of_ray(ray: str | None, machine: MachineOptions) -> None:
+    """Raise InputError if options of Lightning Fabric are given together with --ray."""
+    if ray is None:
+        return
+    if machine.accelerator == "mps":
+        raise InputError("--accelerator must be auto, cpu or cuda with --ray, but is mps")
+    for name in ("devices", "num_nodes"):
+        if getattr(machine, name) is not None:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} and --ray exclude each other: --workers is the number of Ray's actors")
 
 
 def _describe_missing_options(run: Path, data: DataOptions, net: NetOptions, checkpoint: Path | None) -> str:

@@ -18,10 +18,13 @@ Batch = Sequence[Tensor]
 Progress = Callable[[str, int, int | None], None]
 
 
-def validated_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None) -> Any:
+def validated_batches(
+    net: MultiExitNet, loader: Iterable[Batch], name: str, progress: Progress | None, start: int = 0
+) -> Any:
     """Yield (inputs, labels, index or None) of every batch of this rank's shard, inputs on the net's device.
 
-    `name` is the argument that `loader` was given as, for messages; `progress` is called after every batch.
+    `name` is the argument that `loader` was given as, for messages, and `start` the number of its first
+    sample there. `progress` is called after every batch.
     """
     device = next(net.parameters()).device
     total = _dataset_size(loader)
@@ -45,7 +48,7 @@ def validated_batches(net: MultiExitNet, loader: Iterable[Batch], name: str, pro
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < net.num_classes:
             raise InputError(
                 f"`{name}` has a label {int(labels.min())} to {int(labels.max())} outside the net's "
-                f"{net.num_classes} classes, at sample {done} or later"
+                f"{net.num_classes} classes, at sample {start + done} or later"
             )
         index = torch.as_tensor(batch[2]).cpu().long() if len(batch) == 3 else None
         yield map_tensors(lambda tensor: tensor.to(device), inputs), labels, index

@@ -1,8 +1,10 @@
 """Collect the trace of a run: a new one from a checkpoint and a dataset, or an existing one."""
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,19 @@ import torch
 
 from exitwise import data
 from exitwise.calibration.collect import collect
+from exitwise.calibration.ray_collect import collect_on_ray
 from exitwise.calibration.trace import Trace
 from exitwise.core.distributed import rank
 from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
+from exitwise.core.ray_cluster import ray_cluster
 from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Progress
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.data import load_new_data, load_splits
 from exitwise.runs.leaks import trace_accuracies, warn_of_accuracies, warn_of_members
-from exitwise.runs.nets import build_net, net_input_size, rebuild_net
+from exitwise.runs.nets import build_net, net_builder, net_input_size
 from exitwise.runs.options import DataOptions, MachineOptions, NetOptions
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.machine import Machine
@@ -34,6 +38,7 @@ class CollectOptions:
     batch_size: int
     half: bool  # store features as float16
     progress: Progress
+    ray: str | None = None  # address of a Ray cluster
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,11 +51,12 @@ def collect_new_run(
     """Create a run from a checkpoint and a dataset, and collect its trace."""
     size = net_input_size(net_options.model)  # a mistyped preset is an error before any data are read
     held_out, splits, metadata = load_new_data(source, size)
-    net = build_net(net_options.model, net_options.function, splits.train.shape, len(splits.train.classes))
-    load_checkpoint(net, weights)
-    _launch(options.machine, net)
+    shape, classes = splits.train.shape, len(splits.train.classes)
+    build = partial(build_net, net_options.model, net_options.function, shape, classes)
+    net = load_checkpoint(build(), weights)
+    _launch(options, net)
     with atomic_directory(directory) if rank() == 0 else nullcontext() as new:
-        trace = _collect(net, splits, options)
+        trace = _collect(net, build, splits, options)
         if rank() == 0:
             warn_of_accuracies(trace_accuracies(trace), trace.num_classes)
         if new:
@@ -72,11 +78,12 @@ def collect_existing_run(
         raise InputError(f"{directory} has no net yet: `{run.command('train', '--resume')}` continues its training")
     if rank() == 0 and (note := unfinished_training_note(run)):
         print(f"exitwise: {note}", file=sys.stderr)
-    net = load_checkpoint(rebuild_net(run, function), run.net_file)
+    build = net_builder(run, function)
+    net = load_checkpoint(build(), run.net_file)
     splits = load_splits(run, root)
-    _launch(options.machine, net)
+    _launch(options, net)
     try:
-        trace = _collect(net, splits, options, with_train=not run.metadata["data"].get("without_train"))
+        trace = _collect(net, build, splits, options, with_train=not run.metadata["data"].get("without_train"))
     except UnreadableImageError as error:  # the run's images are fixed, so that --skip-unreadable comes too late
         problem = str(error).removesuffix("; --skip-unreadable skips such files")
         raise InputError(f"{problem}; replace the file, or make the run again with --skip-unreadable") from None
@@ -102,9 +109,11 @@ def unfinished_training_note(run: Run) -> str | None:
     )
 
 
-def _launch(options: MachineOptions, net: MultiExitNet) -> None:
-    """Start the processes and move the net to its device; a single process on a CPU does not need Fabric."""
-    machine = Machine(options.accelerator, options.devices, options.num_nodes)
+def _launch(options: CollectOptions, net: MultiExitNet) -> None:
+    """Start the processes and move the net to its device; a single process on a CPU does not need Fabric, nor Ray."""
+    if options.ray is not None:
+        return
+    machine = Machine(options.machine.accelerator, options.machine.devices, options.machine.num_nodes)
     is_single = machine == Machine(accelerator=machine.accelerator)
     on_cpu = machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
     if is_single and on_cpu:
@@ -114,10 +123,42 @@ def _launch(options: MachineOptions, net: MultiExitNet) -> None:
     net.to(fabric.device)
 
 
-def _collect(net: MultiExitNet, splits: data.Splits[Any], options: CollectOptions, with_train: bool = True) -> Trace:
+def _collect(
+    net: MultiExitNet,
+    build: Callable[[], MultiExitNet],
+    splits: data.Splits[Any],
+    options: CollectOptions,
+    with_train: bool = True,
+) -> Trace:
+    if options.ray is not None:
+        return _collect_on_ray(net, build, splits, options, with_train)
     train, val, test = (
         data.Batches(images, options.batch_size, options.machine.workers)
         for images in (splits.train, splits.val, splits.test)
     )
     classes = splits.train.classes
     return collect(net, train if with_train else None, val, test, classes=classes, progress=options.progress)
+
+
+def _collect_on_ray(
+    net: MultiExitNet,
+    build: Callable[[], MultiExitNet],
+    splits: data.Splits[Any],
+    options: CollectOptions,
+    with_train: bool,
+) -> Trace:
+    images = {"val": splits.val, "test": splits.test, "train": splits.train if with_train else None}
+    workers, accelerator = options.machine.workers or None, options.machine.accelerator
+    with ray_cluster(str(options.ray), workers) as ray:
+        on_gpu = accelerator == "cuda" or (accelerator == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        return collect_on_ray(
+            ray,
+            net,
+            build,
+            images,
+            options.batch_size,
+            classes=splits.train.classes,
+            actors=workers,
+            on_gpu=on_gpu,
+            progress=options.progress,
+        )

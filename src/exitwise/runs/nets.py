@@ -1,5 +1,8 @@
 """Networks of runs: built by preset or by the user's function, rebuilt from run.json, loaded with their weights."""
 
+from collections.abc import Callable
+from functools import partial
+
 from exitwise import models
 from exitwise.core.errors import InputError
 from exitwise.models.macs import macs
@@ -43,18 +46,24 @@ def import_net(function: str) -> MultiExitNet:
 
 def rebuild_net(run: Run, function: str | None) -> MultiExitNet:
     """Rebuild the untrained net of a run from its preset or, for a net of the user's own, with `function`."""
+    return net_builder(run, function)()
+
+
+def net_builder(run: Run, function: str | None) -> Callable[[], MultiExitNet]:
+    """Return the function that rebuilds the untrained net of a run; it can be sent to another process."""
     spec = run.metadata["model"]
     if "preset" in spec or "cascade" in spec:
         if function is not None:
             name = repr(spec["preset"]) if "preset" in spec else "a cascade of presets"
             raise InputError(f"{run.directory} has the net {name}: --net is for other nets")
-        return models.rebuild(spec)
+        return partial(models.rebuild, spec)
     if function is None:
         example = " --net ".join(str(spec.get("net") or "package.module:function").split(","))
         raise InputError(f"{run.directory} has a net of its own: give --net {example} again")
     if "cascade" not in run.metadata:
-        return import_net(function)
-    return rebuild_member_cascade(function.split(","), run.metadata["cascade"], run_preprocessing(run))
+        return partial(import_net, function)
+    names, preprocessing = function.split(","), run_preprocessing(run)
+    return partial(rebuild_member_cascade, names, run.metadata["cascade"], preprocessing)
 
 
 def load_run_net(run: Run, function: str | None) -> MultiExitNet:

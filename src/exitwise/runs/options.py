@@ -16,6 +16,8 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 NET_HELP = "Your own net: package.module:function, which returns a MultiExitNet; repeated for the nets of a cascade."
 
+RAY_HELP = "Run on a Ray cluster: HOST:PORT of its head, or `local` for one on this machine that ends with the command."
+
 
 def join_nets(nets: list[str] | None) -> str | None:
     """Return the values of a repeated option `--net` as one text, joined by commas; None without any."""
@@ -86,7 +88,7 @@ class MachineOptions:
         int | None,
         Option(help="Machines that run this command.", show_default="torchrun's, or 1", min=1),
     ] = None
-    workers: Annotated[int, Option(help="Processes that decode image files.", min=0)] = 0
+    workers: Annotated[int, Option(help="Processes that decode image files; with --ray, the actors.", min=0)] = 0
 
 
 @dataclass(frozen=True)

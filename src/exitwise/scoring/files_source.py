@@ -112,6 +112,8 @@ def _matches(names: list[str], parts: list[str]) -> bool:
     """Return whether the parts of a name match those of a pattern."""
     if not parts:
         return not names
+    if parts == ["**"]:
+        return bool(names) and not any(name.startswith(".") for name in names)
     if parts[0] == "**":
         is_hidden = bool(names) and names[0].startswith(".")
         return _matches(names, parts[1:]) or (len(names) > 1 and not is_hidden and _matches(names[1:], parts))

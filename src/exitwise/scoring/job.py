@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from exitwise.core.checks import check_integer
+from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.files import parse_json
+from exitwise.core.image_files import DECODERS, PILLOW
 from exitwise.core.version import __version__
 from exitwise.runtime.bundle import MANIFEST, Manifest
 from exitwise.scoring import parts, plan
@@ -39,6 +40,7 @@ class ScoreOptions:
         keep_budget: Whether a controller keeps the mean cost of each shard at the budget.
         column: Column of Parquet files with the bytes or the paths of the images.
         id_column: Column of Parquet files with the ids.
+        decoder: "pillow", or "draft" for JPEG decoded at a part of its size.
     """
 
     batch_size: int = 64
@@ -46,10 +48,12 @@ class ScoreOptions:
     keep_budget: bool = False
     column: str | None = None
     id_column: str | None = None
+    decoder: str = PILLOW
 
     def __post_init__(self) -> None:
         check_integer("batch_size", self.batch_size, 1, 1 << 20)
         check_integer("shard_size", self.shard_size, 1, 1 << 20)
+        check_choice("decoder", self.decoder, DECODERS)
 
 
 def bundle_fingerprint(bundle: Path, manifest: Manifest) -> str:

@@ -115,8 +115,8 @@ class LocalExecutor:
         self, worker: "_Worker", deaths: DeathCounter, waiting: deque[int], on_event: Callable[[Event], None]
     ) -> None:
         """Start a worker in place of one that died, and let another take its shard."""
-        self._end_worker(worker)
         reason = worker.describe_death()
+        self._end_worker(worker)
         if worker.shard is None:
             self._failed_starts += 1
             if self._failed_starts >= _STARTS:
@@ -196,8 +196,10 @@ class _Worker:
         return ": ".join([how, *list(self._last_lines)[-1:]])
 
     def close(self) -> None:
-        """Let the process exit."""
+        """Let the process exit: at once if it is not ready, because then it holds nothing."""
         assert self.process.stdin is not None
+        if not self.is_ready:
+            self.process.kill()
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
@@ -210,3 +212,6 @@ class _Worker:
             self.process.wait()
         for reader in self._readers:
             reader.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from exitwise.core.checks import check_bool
 from exitwise.core.errors import InputError
 from exitwise.core.extras import require_scoring
+from exitwise.core.image_files import PILLOW
 from exitwise.core.results import Result
 from exitwise.policies.controller import BudgetController
 from exitwise.runtime.bundle import Manifest
@@ -24,6 +25,7 @@ from exitwise.scoring.job import (
 )
 from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.parts import ShardCounts
+from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.shard_scorer import ShardReport
 from exitwise.scoring.storage import Storage, open_location
 
@@ -94,13 +96,15 @@ def score(
     *,
     bundle: str | Path,
     out: str | Path,
-    workers: int = 1,
+    workers: int | None = None,
     threads: int = 1,
+    ray: str | None = None,
     batch_size: int = 64,
     shard_size: int = 2048,
     keep_budget: bool = False,
     column: str | None = None,
     id_column: str | None = None,
+    decoder: str = PILLOW,
     force: bool = False,
     executor: Executor | None = None,
     on_progress: Callable[[ScoreProgress], None] | None = None,
@@ -115,15 +119,18 @@ def score(
             `pyarrow.fs` opens.
         bundle: Folder of a bundle that `Classifier.export` wrote, with a preprocessing of images.
         out: Folder of the job, a path or URI.
-        workers: Number of processes on this machine.
+        workers: Number of processes on this machine [default: 1], or of actors on a cluster [default: one per CPU].
         threads: Threads of onnxruntime in each process.
+        ray: HOST:PORT of the head of a Ray cluster to score on, or "local" for one on this machine.
         batch_size: Images per batch of the first stage.
         shard_size: Largest number of images in a shard.
         keep_budget: Keep the mean cost of every shard at the budget of the bundle, with a controller.
         column: Column of Parquet files with the bytes or the paths of the images; a usual name by default.
         id_column: Column of Parquet files with ids; file and row by default.
+        decoder: "pillow", or "draft", which decodes large JPEG files at a part of their size: faster, with slightly
+            other pixels.
         force: Start anew if `out` holds a job.
-        executor: Runs the shards, in place of `workers` processes with `threads` threads.
+        executor: Runs the shards, in place of `workers` processes or actors with `threads` threads.
         on_progress: Called with the progress of the job.
 
     Returns:
@@ -140,13 +147,15 @@ def score(
         (20000, 3)
     """
     require_scoring()
-    options = ScoreOptions(batch_size, shard_size, check_bool("keep_budget", keep_budget), column, id_column)
+    options = ScoreOptions(batch_size, shard_size, check_bool("keep_budget", keep_budget), column, id_column, decoder)
     manifest = _load_manifest(Path(bundle), keep_budget)
     fingerprint = bundle_fingerprint(Path(bundle), manifest)
     columns = tuple(parts.columns_of(manifest.sets is not None, manifest.abstention is not None))
     storage, folder = open_location(str(out), "out")
-    if executor is None:
-        executor = LocalExecutor(bundle, workers, threads)
+    if executor is None and ray is not None:
+        executor = RayExecutor(bundle, ray, workers, threads)
+    elif executor is None:
+        executor = LocalExecutor(bundle, 1 if workers is None else workers, threads)
     with locked(storage, folder):
         if force:
             remove_job(storage, folder)
@@ -177,6 +186,7 @@ def _run(
     todo = sorted(set(range(job.plan.shards)) - set(done))
     if todo:
         executor.run(job, todo, progress.add)
+        job.storage.remove_partial(job.parts_folder)  # of workers that were killed
     _remove_attempts(job.storage, job.attempts_folder)
     counts = progress.counts
     seconds = time.perf_counter() - progress.start

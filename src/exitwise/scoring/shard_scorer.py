@@ -1,6 +1,7 @@
 """Scoring of one shard: what a worker does, on this machine or on another."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from exitwise.scoring.items import Item
 from exitwise.scoring.job import Job, bundle_fingerprint
 from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
 from exitwise.scoring.storage import Locations
+
+_OUT_OF_MEMORY = re.compile("allocate memory|bad.?alloc", re.IGNORECASE)  # in errors of onnxruntime
 
 Reader = Iterator[tuple[Item, bytes | Path | InputError]]
 
@@ -95,7 +98,7 @@ class ShardScorer:
             return ShardReport(shard, counts, time.perf_counter() - start, 0.0)
         items = plan.read_shard(job.storage, job.plan_folder, shard)
         with Attempt(job.storage, job.attempts_folder, shard) as attempt:
-            images = _ImageStream(self._read(items), attempt, self._session, on_progress)
+            images = _ImageStream(self._read(items), attempt, self._session, job.options.decoder, on_progress)
             rows, counts = self._score_items(items, images)
             parts.write_part(job.storage, path, job.columns, rows, job.fingerprint, counts)
             attempt.finish()
@@ -107,7 +110,6 @@ class ShardScorer:
         controller = BudgetController(session.policy) if options.keep_budget else None
         answers = session.stream(images, options.batch_size, controller=controller)
         rows: dict[str, list[Any]] = {name: [] for name in self.job.columns}
-        counts = ShardCounts()
         exits: dict[int, int] = {}
         errors, cost, abstained = 0, 0.0, 0
         for item, answer in zip(items, answers, strict=True):
@@ -115,6 +117,8 @@ class ShardScorer:
                 if name in rows:
                     rows[name].append(value)
             if answer.error is not None:
+                if _OUT_OF_MEMORY.search(answer.error):  # of this process now, not of the image: another may have more
+                    raise MemoryError(answer.error)
                 errors += 1
             elif answer.exit is not None and answer.cost is not None:
                 cost += answer.cost
@@ -167,8 +171,10 @@ class ShardScorer:
 class _ImageStream:
     """Pixels of the images of a shard, or errors in their place, and the time that it took to get them."""
 
-    def __init__(self, reader: Reader, attempt: Attempt, session: Session, on_progress: Callable[[int], None]) -> None:
-        self._reader, self._attempt, self._on_progress = reader, attempt, on_progress
+    def __init__(
+        self, reader: Reader, attempt: Attempt, session: Session, decoder: str, on_progress: Callable[[int], None]
+    ) -> None:
+        self._reader, self._attempt, self._decoder, self._on_progress = reader, attempt, decoder, on_progress
         preprocessing = session.preprocessing
         assert preprocessing is not None  # the command has checked it
         self._preprocessing = preprocessing
@@ -193,14 +199,14 @@ class _ImageStream:
         if self._attempt.is_careful:
             self._attempt.decoding(position)
         try:
-            return read_or_error(image, self._preprocessing, name)
-        except MemoryError:
+            pixels = read_or_error(image, self._preprocessing, name, self._decoder)
+        except MemoryError:  # it ends the process, and the record must name this image
             raise
         except Exception as error:  # Pillow's plugins raise many types on damaged files
-            return InputError(f"{name} cannot be read as an image ({first_line(error)})")
-        finally:
-            if self._attempt.is_careful:
-                self._attempt.decoded()
+            pixels = InputError(f"{name} cannot be read as an image ({first_line(error)})")
+        if self._attempt.is_careful:
+            self._attempt.decoded()
+        return pixels
 
 
 def _row(item: Item, answer: Answer, classes: tuple[str, ...] | None, bundle: str) -> dict[str, Any]:
