@@ -47,7 +47,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
 }
 MAX_ATTEMPTS = 5
-TIMEOUT = 100  # seconds after which an attempt counts as hanging
+TIMEOUT = 150  # seconds after which an attempt counts as hanging
 
 
 class Scorer:
@@ -177,7 +177,8 @@ def trial(target: str, rng: random.Random) -> dict[str, Any]:
                 error = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
             wait_for_end(folder)
         ids, names = Counter(rows_in(folder / "out")), {f"image-{i:06}" for i in range(ROWS)}
-        scored = sum(map(int, (folder / "log").read_text().split()))
+        log = folder / "log"
+        scored = sum(map(int, log.read_text().split())) if log.exists() else 0
         return {
             "target": target,
             "seconds_after_first_batch": round(delay, 2),
