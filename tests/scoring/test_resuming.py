@@ -2,10 +2,12 @@
 
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs
 from scoring_cases import (
     InProcess,
     contents,
@@ -15,13 +17,15 @@ from scoring_cases import (
     run,
     write_bundle,
     write_folder,
+    write_parquet,
     write_tars,
 )
 
 from exitwise.runtime.onnx import Session
+from exitwise.scoring import items, job, shard_scorer, storage
 from exitwise.scoring.items import list_source
 from exitwise.scoring.job import Job, bundle_fingerprint, locked
-from exitwise.scoring.storage import LocalStorage
+from exitwise.scoring.storage import LocalStorage, RemoteStorage, Storage, open_location
 
 
 class TestResuming:
@@ -149,3 +153,52 @@ class TestWorkers:
         shards = list_source(str(folder), 10).shards
         assert len(next(shards)) == 10
         assert sum(map(len, shards)) == 140
+
+
+@pytest.mark.parametrize("kind", ["files", "tar", "parquet"])
+def test_a_job_works_on_remote_storage(
+    kind: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source and job are URIs of a pyarrow file system, which fails now and then; options of the URI are kept."""
+    images = contents(30)
+    make = {"files": write_folder, "tar": write_tars, "parquet": write_parquet}[kind]
+    make(tmp_path / "source", images)
+
+    class Flaky:
+        """Every third operation fails once."""
+
+        def __init__(self) -> None:
+            self._files, self._count = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), 0
+
+        def __getattr__(self, name: str) -> Any:
+            self._count += 1
+            if self._count % 3 == 0:
+                raise OSError("timeout")
+            return getattr(self._files, name)
+
+    def open_flaky(location: str, argument: str) -> tuple[Storage, str]:
+        if not location.startswith("test://"):
+            return open_location(location, argument)
+        assert location.endswith("?region=here")
+        return RemoteStorage(Flaky(), "test://"), location.removeprefix("test://").removesuffix("?region=here")
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    score_module = import_module("exitwise.scoring.score")
+    for module in (items, job, score_module, shard_scorer, storage):
+        monkeypatch.setattr(module, "open_location", open_flaky)
+    summary = run("test://source?region=here", bundle, "test://out?region=here", shard_size=12)  # type: ignore[arg-type]
+    assert (summary.images, summary.out) == (30, "test://out")
+    rows = read_rows(tmp_path / "out")
+    assert all(row["path"].startswith("test://source/") for row in rows)
+    monkeypatch.undo()
+    run(tmp_path / "source", bundle, tmp_path / "local", shard_size=12)
+    for row, other in zip(rows, read_rows(tmp_path / "local"), strict=True):
+        assert {**row, "path": "", "error": bool(row["error"])} == {**other, "path": "", "error": bool(other["error"])}
+    assert summary.resumed == 0
+    assert not list((tmp_path / "out" / "attempts").iterdir())
+
+
+def test_a_pattern_must_not_find_the_parts(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    copied = write_folder(tmp_path / "images", contents(4))
+    refused("`out` must not lie in the source", copied / "**" / "*", bundle, copied / "scores")
+    run(copied / "*" / "*", bundle, copied / "scores")
