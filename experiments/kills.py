@@ -63,7 +63,7 @@ def prepare(root: Path, place: Path, count: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(test.pixels[number].permute(1, 2, 0).numpy()).save(file)
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
-    calibration, net = ew.calibrate(trace), ew.load_net(ew.zoo.path("net.safetensors"))
+    calibration, net = ew.calibrate(trace, "Pool"), ew.load_net(ew.zoo.path("net.safetensors"))
     val, budget = calibration.predict(trace.val), trace.costs.values[-1] / 4
     policy = ew.fit_policy(val, trace.val.labels, trace.costs, budget=budget, score="auto")
     preprocessing = ew.Preprocessing(32, test.mean, test.std)
