@@ -2,9 +2,12 @@
 
 A job reads ids from Parquet, scores batches in a pool of two actors, and writes Parquet with a `CheckpointConfig`.
 In each trial one process is killed at a random moment: the driver, the driver while a checkpoint is pending, an actor,
-the process of a write task, or the raylet. If the driver ends, the same job is started again until it succeeds.
+the process of a write task, or the raylet. If the driver ends, the same job is started again until it succeeds. Two
+more kinds of trials: a driver is killed on a cluster of two CPUs, and an actor dies on one batch again and again.
 
-    python experiments/ray_checkpoint.py --out experiments/kills/ray_checkpoint.json
+usage: ray_checkpoint.py [--trials 2] [--seed 0] [--only TARGET] [--out experiments/kills/ray_checkpoint.json]
+
+With --only, the trials are added to those in the file.
 """
 
 import argparse
@@ -26,7 +29,17 @@ import pyarrow.parquet as pq
 import ray
 
 ROWS, FILES, BATCH, SECONDS_PER_BATCH = 6000, 12, 50, 0.15
-TARGETS = ("none", "driver", "driver at a pending checkpoint", "actor", "write task", "raylet")
+ON_TWO_CPUS, ALWAYS_DIES = "driver, on two CPUs", "actor, always on the same batch"
+TARGETS = (
+    "none",
+    "driver",
+    "driver at a pending checkpoint",
+    "actor",
+    "write task",
+    "raylet",
+    ON_TWO_CPUS,
+    ALWAYS_DIES,
+)
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -34,7 +47,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
 }
 MAX_ATTEMPTS = 5
-TIMEOUT = 100  # seconds after which an attempt counts as hanging
+TIMEOUT = 150  # seconds after which an attempt counts as hanging
 
 
 class Scorer:
@@ -47,6 +60,8 @@ class Scorer:
         time.sleep(SECONDS_PER_BATCH)
         with Path(self.log).open("a", encoding="utf-8") as file:
             file.write(f"{len(batch['id'])}\n")
+        if os.environ["TARGET"] == ALWAYS_DIES and "image-000100" in batch["id"]:
+            os._exit(1)
         return {"id": batch["id"], "score": batch["value"] * 2}
 
 
@@ -54,9 +69,10 @@ def job(folder: Path) -> None:
     """The driver: reads, scores and writes, with checkpoints."""
     from ray.data.checkpoint import CheckpointConfig
 
-    # With two CPUs and actors of half a CPU, a resumed job hangs: its filter of checkpoints takes one CPU, too, so that
-    # none is left for the tasks that read.
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # On two CPUs, a resumed job has two actors of half a CPU, an actor of one CPU that leaves out what is written, and no
+    # CPU for the tasks that read.
+    cpus = 2 if os.environ["TARGET"] == ON_TWO_CPUS else 4
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     context = ray.data.DataContext.get_current()
     context.use_datasource_v2 = False  # the new one merges small files into one block: all or nothing
     context.checkpoint_config = CheckpointConfig(
@@ -115,7 +131,7 @@ def kill(driver: subprocess.Popen[bytes], target: str, folder: Path) -> bool:
                 return True
             time.sleep(0.0005)
         return False
-    if target == "driver":
+    if target in ("driver", ON_TWO_CPUS):
         driver.kill()
         return True
     while driver.poll() is None:
@@ -135,16 +151,16 @@ def trial(target: str, rng: random.Random) -> dict[str, Any]:
         attempts, killed, hung, out_at_kill, error = 0, False, False, 0, ""
         delay = rng.uniform(0, 0.8 * ROWS / BATCH * SECONDS_PER_BATCH / 2)
         end: int | None = None
-        while attempts < MAX_ATTEMPTS and end != 0:
+        while attempts < MAX_ATTEMPTS and end != 0 and not hung:
             attempts += 1
             with (folder / f"errors-{attempts}").open("wb") as errors:
                 driver = subprocess.Popen(
                     [sys.executable, __file__, "--job", folder],
                     stdout=errors,
                     stderr=errors,
-                    env={**os.environ, **QUIET, "EXITWISE_JOB": str(folder)},
+                    env={**os.environ, **QUIET, "EXITWISE_JOB": str(folder), "TARGET": target},
                 )
-                if target != "none" and not killed:
+                if target not in ("none", ALWAYS_DIES) and not killed:
                     while driver.poll() is None and not (folder / "log").exists():
                         time.sleep(0.01)
                     time.sleep(delay)
@@ -155,12 +171,14 @@ def trial(target: str, rng: random.Random) -> dict[str, Any]:
                 except subprocess.TimeoutExpired:
                     hung, end = True, -1
                     driver.kill()
+                    driver.wait()
             lines = (folder / f"errors-{attempts}").read_text(errors="replace").splitlines()
             if end not in (0, -9):
                 error = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
             wait_for_end(folder)
         ids, names = Counter(rows_in(folder / "out")), {f"image-{i:06}" for i in range(ROWS)}
-        scored = sum(map(int, (folder / "log").read_text().split()))
+        log = folder / "log"
+        scored = sum(map(int, log.read_text().split())) if log.exists() else 0
         return {
             "target": target,
             "seconds_after_first_batch": round(delay, 2),
@@ -201,7 +219,8 @@ def is_of_job(cmdline: Path, folder: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--trials", type=int, default=3, help="trials of each kind")
+    parser.add_argument("--only", choices=TARGETS)
+    parser.add_argument("--trials", type=int, default=2, help="trials of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -211,8 +230,10 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     random.seed(arguments.seed)
     trials = []
-    for target in TARGETS:
-        for _ in range(1 if target == "none" else arguments.trials):
+    if arguments.only and arguments.out:
+        trials = json.loads(arguments.out.read_text(encoding="utf-8"))["trials"]
+    for target in [arguments.only] if arguments.only else TARGETS:
+        for _ in range(1 if target in ("none", ON_TWO_CPUS, ALWAYS_DIES) else arguments.trials):
             trials.append(trial(target, rng))
             print(json.dumps(trials[-1]), flush=True)
     if arguments.out:

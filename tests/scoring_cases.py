@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import onnx
 import pyarrow as pa
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from pyarrow import parquet
@@ -216,3 +217,17 @@ if "exitwise.scoring.worker" in sys.orig_argv:
 
     PIL.Image.open, Path.replace = open_or_die, replace_or_die
 '''
+
+
+def run(source: object, bundle: Path, out: Path, **options: Any) -> ew.ScoreSummary:
+    """Score in this process."""
+    executor = options.pop("executor", None) or InProcess(bundle)
+    options = {"shard_size": 40, "batch_size": 16, **options}
+    return ew.score(str(source), bundle=bundle, out=out, executor=executor, **options)
+
+
+def refused(problem: str, *arguments: Any, **options: Any) -> None:
+    """Check that a job is refused with one line."""
+    with pytest.raises(ew.InputError, match=problem) as error:
+        run(*arguments, **options)
+    assert "\n" not in str(error.value)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,8 @@ from scoring_cases import (
     image_bytes,
     read_parts,
     read_rows,
-    write_bundle,
+    refused,
+    run,
     write_folder,
     write_parquet,
     write_tars,
@@ -38,24 +38,9 @@ from exitwise.policies.controller import BudgetController
 from exitwise.runs import predict
 from exitwise.runtime.onnx import Session
 from exitwise.scoring import parts, shard_scorer
-from exitwise.scoring.items import list_source
-from exitwise.scoring.job import Job, bundle_fingerprint, locked
 from exitwise.scoring.storage import LocalStorage
 
 COLUMNS = ["id", "path", "label", "class", "confidence", "exit", "cost", "error", "bundle"]
-
-
-def run(source: object, bundle: Path, out: Path, **options: Any) -> ew.ScoreSummary:
-    """Score in this process."""
-    executor = options.pop("executor", None) or InProcess(bundle)
-    options = {"shard_size": 40, "batch_size": 16, **options}
-    return ew.score(str(source), bundle=bundle, out=out, executor=executor, **options)
-
-
-def refused(problem: str, *arguments: Any, **options: Any) -> None:
-    with pytest.raises(ew.InputError, match=problem) as error:
-        run(*arguments, **options)
-    assert "\n" not in str(error.value)
 
 
 def predicted(files: list[Path], bundle: Path, keep_budget: bool, shard_size: int = 40) -> list[dict[str, Any]]:
@@ -303,133 +288,6 @@ def dies_after(function: Callable[..., Any], chaos: Chaos, steps: int) -> Callab
             function(job, [shard], on_event_or_die)
 
     return run
-
-
-class TestResuming:
-    def test_another_job_is_refused_by_its_difference(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        run(folder, bundle, out)
-        before = read_parts(out)
-        refused("is a job with another batch size .16, not 8.", folder, bundle, out, batch_size=8)
-        refused("another shard size", folder, bundle, out, shard_size=41)
-        refused("another keep budget .False, not True.", folder, bundle, out, keep_budget=True)
-        refused("another column .None, not x.", folder, bundle, out, column="x")
-        refused("another decoder .pillow, not draft.", folder, bundle, out, decoder="draft")
-        refused("`decoder` must be one of pillow, draft", folder, bundle, out, decoder="fast")
-        refused("another source", folder / "a", bundle, out)
-        other = write_bundle(tmp_path / "other", threshold=0.6)
-        refused(r"another bundle \(\w+, not \w+\)", folder, other, out)
-        assert read_parts(out) == before
-        assert run(os.path.relpath(folder), bundle, out).resumed == 150
-        assert run(folder, other, out, force=True).resumed == 0
-        assert read_parts(out) != before
-
-    @pytest.mark.parametrize("change", ["add", "remove", "size", "time"])
-    def test_a_source_that_changed_is_refused(self, change: str, bundle: Path, tmp_path: Path) -> None:
-        source = write_folder(tmp_path / "images", contents(20))
-        run(source, bundle, tmp_path / "out")
-        file = source / "a" / "0002.png"
-        if change == "add":
-            shutil.copy(file, source / "c.png")
-        elif change == "remove":
-            file.unlink()
-        elif change == "size":
-            time = file.stat().st_mtime_ns
-            file.write_bytes(file.read_bytes() + b"0")
-            os.utime(file, ns=(time, time))
-        else:
-            os.utime(file, ns=(0, 0))
-        refused("has changed since the job in .* began", source, bundle, tmp_path / "out")
-        assert run(source, bundle, tmp_path / "out", force=True).resumed == 0
-
-    def test_other_folders_are_left_alone(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "notes.txt").write_text("mine")
-        for force in (False, True):
-            refused("is not a job: it holds 'notes.txt'", folder, bundle, tmp_path / "mine", force=force)
-        assert (tmp_path / "mine" / "notes.txt").exists()
-        (tmp_path / "file").touch()
-        refused("cannot be written|not a folder", folder, bundle, tmp_path / "file")
-        copied = shutil.copytree(folder, tmp_path / "images")
-        refused("`out` must not lie in the source", copied, bundle, copied / "scores")
-
-    def test_one_command_at_a_time(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        with locked(LocalStorage(), str(tmp_path / "out")):
-            refused("another command works on the job", folder, bundle, tmp_path / "out")
-        run(folder, bundle, tmp_path / "out")
-
-    @pytest.mark.parametrize(
-        ("damage", "problem"),
-        [
-            (lambda data: b"{", "is damaged"),
-            (lambda data: data.replace(b'"batch_size": 16', b'"batch_size": 17'), "has changed since it was written"),
-            (lambda data: data.replace(b'"version": 1', b'"version": 2'), "has version 2"),
-            (lambda data: data.replace(b"exitwise.score", b"exitwise.other"), "must be of format"),
-            (lambda data: data.replace(b'"plan"', b'"plans"'), "is damaged"),
-        ],
-    )
-    def test_a_damaged_manifest_is_refused(
-        self, damage: Any, problem: str, bundle: Path, folder: Path, tmp_path: Path
-    ) -> None:
-        run(folder, bundle, tmp_path / "out")
-        manifest = tmp_path / "out" / "job.json"
-        manifest.write_bytes(damage(manifest.read_bytes()))
-        refused(problem, folder, bundle, tmp_path / "out")
-        assert run(folder, bundle, tmp_path / "out", force=True).images == 150
-
-    def test_parts_of_another_job_or_damaged_ones_are_refused(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        run(folder, bundle, tmp_path / "out")
-        run(folder, bundle, tmp_path / "other", batch_size=17)
-        part = tmp_path / "out" / "parts" / "part-00000001.parquet"
-        good = part.read_bytes()
-        part.write_bytes(good[:-20])
-        refused("part-00000001.parquet is damaged: delete it", folder, bundle, tmp_path / "out")
-        shutil.copy(tmp_path / "other" / "parts" / part.name, part)
-        refused("is of another job: delete it", folder, bundle, tmp_path / "out")
-        part.unlink()
-        assert run(folder, bundle, tmp_path / "out").resumed == 110
-        assert part.read_bytes() == good
-
-    def test_what_is_left_of_killed_writers_is_deleted(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        (tmp_path / "out" / "parts").mkdir(parents=True)
-        (tmp_path / "out" / "parts" / ".part-00000000.parquet.x1.part").write_bytes(b"half")
-        run(folder, bundle, tmp_path / "out")
-        assert len(list((tmp_path / "out" / "parts").iterdir())) == 4
-
-
-class TestWorkers:
-    def test_a_worker_with_another_bundle_is_refused(self, bundle: Path, folder: Path, tmp_path: Path) -> None:
-        other = write_bundle(tmp_path / "bundle", seed=1)
-        executor = InProcess(other)
-        refused("of a worker is not the one of the job", folder, bundle, tmp_path / "out", executor=executor)
-        run(folder, bundle, tmp_path / "out")
-
-    def test_a_changed_graph_is_another_bundle(self, bundle: Path) -> None:
-        manifest = Session(bundle).manifest
-        found = bundle_fingerprint(bundle, manifest)
-        assert found == bundle_fingerprint(bundle, manifest)
-        assert len(found) == 16
-
-    def test_a_source_that_shrank_while_it_is_read_is_an_error_row_or_a_line(
-        self, bundle: Path, tmp_path: Path
-    ) -> None:
-        write_tars(tmp_path / "tars", contents(30), 1)
-        file = tmp_path / "tars" / "000.tar"
-
-        class Cuts(InProcess):
-            def run(self, job: Job, shards: Any, on_event: Any) -> None:
-                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-                super().run(job, shards, on_event)
-
-        run(tmp_path / "tars", bundle, tmp_path / "out", executor=Cuts(bundle))
-        errors = [row["error"] for row in read_rows(tmp_path / "out")]
-        assert sum("is cut off" in (error or "") for error in errors) > 5
-        assert errors[0] is None
-
-    def test_listings_do_not_hold_what_is_not_read(self, folder: Path) -> None:
-        shards = list_source(str(folder), 10).shards
-        assert len(next(shards)) == 10
-        assert sum(map(len, shards)) == 140
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from exitwise.core.image_files import DECODERS, PILLOW
 from exitwise.core.version import __version__
 from exitwise.runtime.bundle import MANIFEST, Manifest
 from exitwise.scoring import parts, plan
+from exitwise.scoring.files_source import has_pattern
 from exitwise.scoring.items import list_source
 from exitwise.scoring.storage import Storage, is_uri, open_location
 
@@ -71,6 +72,7 @@ class Job:
     Attributes:
         storage: The storage of its folder.
         folder: Path of its folder in this storage.
+        location: Path or URI of its folder as it was given, from which `Job.load` opens it again.
         bundle: Fingerprint of the bundle.
         source: The source, as an absolute path or URI.
         kind: How images are read: "images", "tar" or "parquet".
@@ -83,6 +85,7 @@ class Job:
 
     storage: Storage
     folder: str
+    location: str
     bundle: str
     source: str
     kind: str
@@ -110,11 +113,6 @@ class Job:
     def attempts_folder(self) -> str:
         return f"{self.folder}/attempts"
 
-    @property
-    def location(self) -> str:
-        """Path or URI of the folder, from which `Job.load` opens it again."""
-        return self.storage.name(self.folder)
-
     def part_path(self, shard: int) -> str:
         """Return the path of the part of a shard."""
         return parts.part_path(self.parts_folder, shard)
@@ -140,10 +138,10 @@ class Job:
     def load(cls, location: str) -> "Job":
         """Read the manifest of a job; raise InputError if it is missing or damaged."""
         storage, folder = open_location(location, "out")
-        return cls.read(storage, folder)
+        return cls.read(storage, folder, location)
 
     @classmethod
-    def read(cls, storage: Storage, folder: str) -> "Job":
+    def read(cls, storage: Storage, folder: str, location: str) -> "Job":
         """Read the manifest of a job from a storage; raise InputError if it is missing or damaged."""
         path = f"{folder}/{JOB_FILE}"
         name = storage.name(path)
@@ -158,6 +156,7 @@ class Job:
             job = cls(
                 storage,
                 folder,
+                location,
                 str(data["bundle"]),
                 str(data["source"]),
                 str(data["kind"]),
@@ -179,6 +178,7 @@ class Job:
 def open_job(
     storage: Storage,
     folder: str,
+    location: str,
     source: str,
     bundle: str,
     options: ScoreOptions,
@@ -193,7 +193,7 @@ def open_job(
     name = storage.name(folder)
     source = source if is_uri(source) or source == "-" else open_location(source, "source")[1]
     _check_apart(storage, folder, source)
-    former = Job.read(storage, folder) if storage.stat(f"{folder}/{JOB_FILE}") is not None else None
+    former = Job.read(storage, folder, location) if storage.stat(f"{folder}/{JOB_FILE}") is not None else None
     if former is not None:
         _check_same(name, former, bundle, source, options, columns)
     listing = list_source(source, options.shard_size, options.column, options.id_column)
@@ -208,7 +208,17 @@ def open_job(
     _check_free(storage, folder)
     summary = plan.write_plan(storage, f"{folder}/plan", source, listing.shards)
     job = Job(
-        storage, folder, bundle, source, listing.kind, summary, options, columns, listing.image_column, dict(versions)
+        storage,
+        folder,
+        location,
+        bundle,
+        source,
+        listing.kind,
+        summary,
+        options,
+        columns,
+        listing.image_column,
+        dict(versions),
     )
     job.save()
     return job
@@ -223,7 +233,8 @@ def job_versions() -> dict[str, str]:
 
 def _check_apart(storage: Storage, folder: str, source: str) -> None:
     """Raise InputError if the folder of the job lies in the source, where its files would be listed."""
-    if f"{storage.name(folder)}/".startswith(f"{source.rstrip('/')}/"):
+    root = source.partition("**")[0] if has_pattern(source) and "**" in source else source
+    if f"{storage.name(folder)}/".startswith(f"{root.rstrip('/')}/"):
         raise InputError(f"`out` must not lie in the source, but {storage.name(folder)} lies in {source}")
 
 

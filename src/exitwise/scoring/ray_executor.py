@@ -1,7 +1,7 @@
 """Workers of a job as actors on a Ray cluster. They score and commit shards as processes of one machine do.
 
-A small scheduler of our own gives shards to actors, not Ray Data: Ray Data starts actors that die again without end and
-without a word, so that a job with a worker that cannot live would never end (see docs/guides/scoring.md).
+A small scheduler of our own gives shards to actors, not Ray Data: Ray Data replaces actors that die for ever, so that a
+job whose actors cannot live would never end (see docs/guides/scoring.md).
 """
 
 import socket

@@ -27,7 +27,7 @@ from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.parts import ShardCounts
 from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.shard_scorer import ShardReport
-from exitwise.scoring.storage import Storage, open_location
+from exitwise.scoring.storage import Storage, is_uri, open_location
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ def score(
     fingerprint = bundle_fingerprint(Path(bundle), manifest)
     columns = tuple(parts.columns_of(manifest.sets is not None, manifest.abstention is not None))
     storage, folder = open_location(str(out), "out")
+    location = str(out) if is_uri(str(out)) else folder
     if executor is None and ray is not None:
         executor = RayExecutor(bundle, ray, workers, threads)
     elif executor is None:
@@ -160,7 +161,7 @@ def score(
         if force:
             remove_job(storage, folder)
         with executor:
-            job = open_job(storage, folder, str(source), fingerprint, options, columns, job_versions())
+            job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
             return _run(job, executor, manifest, on_progress)
 
 
@@ -192,7 +193,7 @@ def _run(
     seconds = time.perf_counter() - progress.start
     scored = counts.images - former.images
     return ScoreSummary(
-        out=job.location,
+        out=job.storage.name(job.folder),
         images=counts.images,
         errors=counts.errors,
         exits=counts.exits,

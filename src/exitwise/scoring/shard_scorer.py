@@ -21,7 +21,7 @@ from exitwise.scoring.files_source import PARQUET, TAR
 from exitwise.scoring.items import Item
 from exitwise.scoring.job import Job, bundle_fingerprint
 from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
-from exitwise.scoring.storage import Locations
+from exitwise.scoring.storage import Locations, is_uri, open_location
 
 _OUT_OF_MEMORY = re.compile("allocate memory|bad.?alloc", re.IGNORECASE)  # in errors of onnxruntime
 
@@ -78,7 +78,8 @@ class ShardScorer:
                 f"{self.job.bundle}): all workers need the same files"
             )
         self._session = bundle.session
-        self._locations = Locations()
+        # The URI of the source may have options, such as a region, that names in the plan do not have.
+        self._locations = Locations(open_location(self.job.source, "source")[0] if is_uri(self.job.source) else None)
 
     def score(self, shard: int, on_progress: Callable[[int], None] = lambda images: None) -> ShardReport:
         """Score a shard and commit its part; a part that exists is kept.

@@ -227,8 +227,10 @@ class Locations:
             return LocalStorage(), name
         scheme, _, rest = name.partition("://")
         host = f"{scheme}://{rest.partition('/')[0]}"
-        if host not in self._opened:
-            self._opened[host], path = open_location(name, "source")
-            return self._opened[host], path
-        storage = self._opened[host]
-        return storage, name.removeprefix(storage.name(""))
+        if host in self._opened:
+            storage = self._opened[host]
+            return storage, name.removeprefix(storage.name(""))
+        storage, path = open_location(name, "source")
+        if not storage.is_local:  # file://: the path has to be parsed every time
+            self._opened[host] = storage
+        return storage, path
