@@ -12,7 +12,7 @@ from exitwise.core.image_files import SUFFIXES
 from exitwise.core.text import to_utf8
 from exitwise.scoring import parquet_source
 from exitwise.scoring.files_source import IMAGES, PARQUET, TAR, SourceFile, file_kind, find_files, has_pattern
-from exitwise.scoring.storage import Storage, is_uri, open_location
+from exitwise.scoring.storage import Storage, is_uri, open_in_order, open_location
 
 
 class Item(NamedTuple):
@@ -135,7 +135,7 @@ def _list_members(storage: Storage, file: SourceFile) -> Iterator[Item]:
     """Yield the images of a tar file; the id is the name in the tar file without its suffix, after that of the file."""
     path = os.fsencode(storage.name(file.path))
     try:
-        with storage.open(file.path) as opened, tarfile.open(fileobj=opened, mode="r:") as members:
+        with open_in_order(storage, file.path) as opened, tarfile.open(fileobj=opened, mode="r:") as members:
             for member in members:
                 suffix = PurePosixPath(member.name).suffix
                 if member.isreg() and suffix.lower() in SUFFIXES:

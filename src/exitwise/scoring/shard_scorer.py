@@ -1,6 +1,5 @@
 """Scoring of one shard: what a worker does, on this machine or on another."""
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +14,15 @@ from exitwise.core.text import to_utf8
 from exitwise.policies.controller import BudgetController
 from exitwise.runtime.engine import Answer
 from exitwise.runtime.onnx import Session
-from exitwise.scoring import parquet_source, parts, plan
+from exitwise.scoring import parts, plan
 from exitwise.scoring.attempts import Attempt
-from exitwise.scoring.files_source import PARQUET, TAR
+from exitwise.scoring.item_reader import Reader, read_items
 from exitwise.scoring.items import Item
 from exitwise.scoring.job import Job, bundle_fingerprint
 from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
 from exitwise.scoring.storage import Locations, is_uri, open_location
 
 _OUT_OF_MEMORY = re.compile("allocate memory|bad.?alloc", re.IGNORECASE)  # in errors of onnxruntime
-
-Reader = Iterator[tuple[Item, bytes | Path | InputError]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,9 @@ class ShardScorer:
             return ShardReport(shard, counts, time.perf_counter() - start, 0.0)
         items = plan.read_shard(job.storage, job.plan_folder, shard)
         with Attempt(job.storage, job.attempts_folder, shard) as attempt:
-            images = _ImageStream(self._read(items), attempt, self._session, job.options.decoder, on_progress)
+            images = _ImageStream(
+                read_items(job, self._locations, items), attempt, self._session, job.options.decoder, on_progress
+            )
             rows, counts = self._score_items(items, images)
             parts.write_part(job.storage, path, job.columns, rows, job.fingerprint, counts)
             attempt.finish()
@@ -127,46 +126,6 @@ class ShardScorer:
                 abstained += bool(answer.abstained)
         counts = ShardCounts(len(items), errors, cost, dict(sorted(exits.items())), abstained)
         return rows, counts
-
-    def _read(self, items: list[Item]) -> Reader:
-        """Yield every image of a shard as bytes, as a local path, or as the error that prevents reading it."""
-        if self.job.kind == PARQUET:
-            yield from self._read_rows(items)
-        elif self.job.kind == TAR:
-            yield from self._read_members(items)
-        else:
-            yield from self._read_files(items)
-
-    def _read_files(self, items: list[Item]) -> Reader:
-        for item in items:
-            if item.path is None:
-                yield item, InputError(f"{item.id} has no path: the column is null")
-                continue
-            storage, path = self._locations.find(os.fsdecode(item.path))
-            if storage.is_local:
-                yield item, Path(path)
-                continue
-            try:
-                data: bytes | InputError = storage.read(path)
-            except (FileNotFoundError, PermissionError) as error:
-                data = InputError(f"{storage.name(path)} cannot be read as an image ({error.strerror or 'not found'})")
-            yield item, data
-
-    def _read_members(self, items: list[Item]) -> Reader:
-        storage, path = self._locations.find(os.fsdecode(items[0].path or b""))
-        with storage.open(path) as file:
-            for item in items:
-                file.seek(item.start)
-                data = file.read(item.size)
-                is_whole = len(data) == item.size
-                yield item, data if is_whole else InputError(f"{item.id} is cut off: {storage.name(path)} ends early")
-
-    def _read_rows(self, items: list[Item]) -> Reader:
-        storage, path = self._locations.find(os.fsdecode(items[0].path or b""))
-        start = items[0].start or 0
-        found = parquet_source.read_images(storage, path, self.job.image_column or "", start, start + len(items))
-        for item, data in zip(items, found, strict=True):
-            yield item, InputError(f"{item.id} has no image: the column is null") if data is None else data
 
 
 class _ImageStream:
