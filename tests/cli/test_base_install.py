@@ -40,6 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["report", "run", "--static", "figures"], "report"),
         (["export", "run", "bundle", "--budget", "50%"], "onnx"),
         (["bench", "run", "--backend", "onnx"], "onnx"),
+        (["score", "images", "--bundle", "bundle", "--out", "scores"], "score"),
     ],
     ids=lambda words: " ".join(words[:4]) if isinstance(words, list) else words,
 )

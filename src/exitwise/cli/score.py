@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -87,44 +87,51 @@ def score(
 
 @contextmanager
 def _progress_bar() -> Iterator["Callable[[ScoreProgress], None] | None"]:
-    """Show a bar on stderr, if it is a terminal."""
+    """Show a bar on stderr with a line of details below it, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("score"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("score", total=None, note="listing the source")
+    details = Text("", overflow="ellipsis", no_wrap=True)
+
+    class BarWithDetails(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield from super().get_renderables()
+            yield details
+
+    columns = (TextColumn("score"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with BarWithDetails(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("score", total=None, speed="listing the source")
 
         def show(progress: "ScoreProgress") -> None:
             done = progress.counts.images + progress.read
-            bar.update(task, completed=done, total=progress.images, note=_describe_progress(progress))
+            details.plain = _describe_counts(progress)
+            bar.update(task, completed=done, total=progress.images, speed=_describe_speed(progress))
 
         yield show
 
 
-def _describe_progress(progress: "ScoreProgress") -> str:
+def _describe_speed(progress: "ScoreProgress") -> str:
+    if progress.per_second is None or progress.seconds_left is None:
+        return "starting workers"
+    return f"{progress.per_second:.0f} rows/s, {timedelta(seconds=round(progress.seconds_left))} left"
+
+
+def _describe_counts(progress: "ScoreProgress") -> str:
     from exitwise.core.costs import format_cost
 
-    notes, counts = [], progress.counts
-    if progress.per_second is not None and progress.seconds_left is not None:
-        left = timedelta(seconds=round(progress.seconds_left))
-        notes.append(f"{progress.per_second:.0f} rows/s, {left} left")
-    if counts.answered and counts.mean_cost is not None:
-        notes.append(f"exits {_describe_exits(counts.exits)}")
-        notes.append(f"mean cost {format_cost(counts.mean_cost)}")
+    counts = progress.counts
+    notes = []
+    if counts.mean_cost is not None:
+        shares = ", ".join(f"{count / counts.answered:.0%} at exit {exit}" for exit, count in counts.exits.items())
+        notes.append(f"mean cost {format_cost(counts.mean_cost, progress.unit)}; {shares}")
     if counts.errors:
         notes.append(f"{counts.errors} errors")
     return "; ".join(notes)
-
-
-def _describe_exits(exits: object) -> str:
-    assert isinstance(exits, dict)
-    total = sum(exits.values())
-    return " ".join(f"{count / total:.0%}" for _, count in sorted(exits.items()))
 
 
 def _describe_summary(summary: "ScoreSummary") -> str:

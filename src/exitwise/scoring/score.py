@@ -40,6 +40,7 @@ class ScoreProgress:
         read: Number of images read in shards that are not committed.
         per_second: Images per second of this command, None before the first image.
         seconds_left: Estimated time until the end, None before the first image.
+        unit: Unit of the costs.
     """
 
     images: int
@@ -47,6 +48,7 @@ class ScoreProgress:
     read: int
     per_second: float | None
     seconds_left: float | None
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _run(
     former = sum(
         (parts.read_counts(job.storage, job.part_path(shard), job.fingerprint) for shard in done), ShardCounts()
     )
-    progress = _Progress(job, former, on_progress)
+    progress = _Progress(job, former, manifest.costs.unit, on_progress)
     todo = sorted(set(range(job.plan.shards)) - set(done))
     if todo:
         executor.run(job, todo, progress.add)
@@ -220,8 +222,10 @@ def _remove_attempts(storage: Storage, folder: str) -> None:
 class _Progress:
     """Adds up the events of an executor."""
 
-    def __init__(self, job: Job, former: ShardCounts, on_progress: Callable[[ScoreProgress], None] | None) -> None:
-        self._images, self._former, self._on_progress = job.plan.images, former, on_progress
+    def __init__(
+        self, job: Job, former: ShardCounts, unit: str, on_progress: Callable[[ScoreProgress], None] | None
+    ) -> None:
+        self._images, self._former, self._unit, self._on_progress = job.plan.images, former, unit, on_progress
         self._reading: dict[int, int] = {}
         self.counts = former
         self.start = time.perf_counter()
@@ -250,6 +254,5 @@ class _Progress:
         seconds = time.perf_counter() - self.start
         per_second = new / seconds if new else None
         left = self._images - self.counts.images - read
-        self._on_progress(
-            ScoreProgress(self._images, self.counts, read, per_second, left / per_second if per_second else None)
-        )
+        seconds_left = left / per_second if per_second else None
+        self._on_progress(ScoreProgress(self._images, self.counts, read, per_second, seconds_left, self._unit))
