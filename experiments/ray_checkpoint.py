@@ -69,8 +69,8 @@ def job(folder: Path) -> None:
     """The driver: reads, scores and writes, with checkpoints."""
     from ray.data.checkpoint import CheckpointConfig
 
-    # On two CPUs, a resumed job has two actors of half a CPU, an actor of one CPU that leaves out what is written, and no
-    # CPU for the tasks that read.
+    # On two CPUs, a resumed job has two actors of half a CPU, an actor of one CPU that leaves out what is written, and
+    # no CPU for the tasks that read.
     cpus = 2 if os.environ["TARGET"] == ON_TWO_CPUS else 4
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     context = ray.data.DataContext.get_current()

@@ -68,12 +68,35 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
             ray.shutdown()
         where = "start Ray on this machine" if address == LOCAL else f"connect to the Ray cluster at {address}"
         raise InputError(f"cannot {where}: {reason}") from None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, sigterm)  # Ray's own would end the process with another status
+    with _sigterm_handler(sigterm):
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _sigterm_handler(handler: Any) -> Iterator[None]:
+    """Handle SIGTERM by `handler`, not by Ray's, and keep the status with which it exits: Ray's calls make it 1."""
+    exits: list[SystemExit] = []
+
+    def handle(*arguments: Any) -> None:
+        try:
+            handler(*arguments)
+        except SystemExit as error:
+            exits.append(error)
+            raise
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, handle if callable(handler) else handler)
     try:
-        yield ray
+        yield
+    except SystemExit as error:
+        raise (exits or [error])[0] from None
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _is_address(text: str) -> bool:

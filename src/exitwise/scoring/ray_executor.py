@@ -79,7 +79,7 @@ class RayExecutor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool = None
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
     @property
     def process_ids(self) -> list[int]:
