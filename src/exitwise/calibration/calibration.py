@@ -1,8 +1,8 @@
 """Calibrated predictions: every exit's last layer with its posterior and temperature, and their ensemble."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,13 @@ from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
 from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method
+from exitwise.calibration.one_pass import (
+    SharedExits,
+    iterate_exits,
+    sample_blocks,
+    summarize_in_one_pass,
+    take_block,
+)
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
 from exitwise.core.checks import check_choice, check_integer
@@ -23,6 +30,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.memory import align_fields
 from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.seeds import as_generator
+from exitwise.core.summaries import OF_TRUE_LABEL, SUMMARIES
 
 if TYPE_CHECKING:
     import pandas
@@ -50,14 +58,51 @@ class CalibratedExit:
     def log_probs(self, features: Tensor) -> Tensor:
         """Return log-probabilities (n, c) of features (n, p), in float32."""
         features = features.float()
-        logits = self.head.logits(features)
+        return self.log_probs_from(features, self.head.logits(features))
+
+    def log_probs_from(self, features: Tensor, logits: Tensor, squares: Tensor | None = None) -> Tensor:
+        """Return log-probabilities (n, c) of features (n, p) in float32 whose logits (n, c) are known.
+
+        Args:
+            features: Features.
+            logits: Their logits by the last layer of this exit.
+            squares: Squared projections (n, q) on the basis of this exit's posterior, if they are known.
+        """
         if (self.posterior is None and self.dropout is None) or not len(features):
             return (logits / self.temperature).log_softmax(dim=1)
-        if self.posterior is not None and self.posterior.mode == "paper":
-            return interpolated_log_mean_softmax(
-                logits, self.posterior.scale(features).sqrt(), self.drawn_shifts, self.temperature
-            )
+        if self.uses_scale:
+            assert self.posterior is not None
+            squares = self.posterior.squared_projections(features) if squares is None else squares
+            scale = self.posterior.scale_from_squares(squares)
+            return interpolated_log_mean_softmax(logits, scale.sqrt(), self.drawn_shifts, self.temperature)
         return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled_logits(features)])
+
+    @property
+    def uses_scale(self) -> bool:
+        """Whether predictions need only the scale of a sample's covariance, not its sampled logits."""
+        return self.posterior is not None and self.posterior.mode == "paper"
+
+    def equals(self, other: "CalibratedExit") -> bool:
+        """Return whether another exit predicts the same from the same features."""
+        if (self.temperature, self.prior_var) != (other.temperature, other.prior_var) or self.dropout is not None:
+            return self is other
+        tensors = [
+            (self.head.weight, other.head.weight),
+            (self.head.bias, other.head.bias),
+            (self.draws, other.draws),
+            (self.shifts, other.shifts),
+        ]
+        if (self.posterior is None) != (other.posterior is None):
+            return False
+        if self.posterior is not None and other.posterior is not None:
+            if self.posterior.mode != other.posterior.mode:
+                return False
+            names = _POSTERIOR_TENSORS
+            tensors += [(getattr(self.posterior, name), getattr(other.posterior, name)) for name in names]
+        return all(
+            a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))
+            for a, b in tensors
+        )
 
     @cached_property
     def drawn_shifts(self) -> Tensor:
@@ -198,6 +243,12 @@ class Calibration:
         Raises:
             InputError: The features do not match the exits, or are not finite.
         """
+        features, labels = self._check_split(split), split.labels.numpy() if isinstance(split, Split) else None
+        keys = SUMMARIES if labels is None else SUMMARIES | OF_TRUE_LABEL
+        return self._predictions(features, labels, lambda: summarize_in_one_pass([self], features, labels, [keys])[0])
+
+    def _check_split(self, split: Split | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the features of a split; raise InputError unless they are those of the exits."""
         if not isinstance(split, Split | Sequence):
             raise InputError(f"`split` must be a Split or a sequence of features, but got {type(split).__name__}")
         features = tuple(split.features if isinstance(split, Split) else split)
@@ -210,26 +261,36 @@ class Calibration:
             if x.dim() != 2 or x.shape[1] != exit.head.weight.shape[1] or len(x) != len(features[0]):
                 expected = (len(features[0]), exit.head.weight.shape[1])
                 raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
+        return features
+
+    def _predictions(
+        self,
+        features: tuple[Tensor, ...],
+        labels: Array | None,
+        summarize: Callable[[], Mapping[str, Array]],
+        keep: bool = True,
+    ) -> Predictions:
+        """Return predictions of checked features, whose summaries `summarize` computes."""
         shape = (len(features), len(features[0]), len(self.exits[0].head.weight))
         variance = (lambda classes: self._variance(features, classes)) if self.method.has_variance else None
-        return Predictions(shape, lambda: self._predict_exits(features), variance)
+        return Predictions(shape, lambda: self._predict_exits(features), variance, summarize, labels, keep)
 
     def _predict_exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
-        state: Any = None
-        with torch.no_grad():
-            for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                log_probs = exit.log_probs(x)
-                if self.exit_weights is not None and self.method.ensemble is not None:
-                    ensemble = ENSEMBLES[self.method.ensemble]
-                    log_probs, state = ensemble.advance_log_probs(state, log_probs, self.exit_weights[k].at(x))
-                if not tensorfiles.all_finite(log_probs):
-                    sample = int((~torch.isfinite(log_probs)).any(dim=1).nonzero()[0])
-                    raise InputError(f"exit {k}: the features of sample {sample} are too extreme for float32")
-                yield ExitPrediction.from_log_probs(log_probs.numpy())
+        """Predict all samples at once, exit by exit."""
+        exits = [SharedExits([exit]) for exit in self.exits]
+        return (preds[0] for preds in iterate_exits([self], exits, features, slice(0, len(features[0]))))
 
     def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
         """Variance (K, n) over draws of p(class) for classes (K, n), of each exit or of the ensemble up to it."""
-        chosen = torch.from_numpy(classes)
+        blocks = sample_blocks(len(features[0]), len(self.exits[0].head.weight))
+        parts = [
+            self._block_variance([take_block(x, block) for x in features], torch.from_numpy(classes[:, block]))
+            for block in blocks
+        ]
+        return np.concatenate(parts, axis=1) if parts else np.empty(classes.shape, dtype=np.float32)
+
+    def _block_variance(self, features: Sequence[Tensor], chosen: Tensor) -> Array:
+        """Return `_variance` (K, m) of a block of samples."""
         probs: list[Tensor] = []
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
@@ -395,6 +456,36 @@ def _read_pool(k: int, tensors: Mapping[str, Tensor], head: HeadWeights) -> Exit
 
 def _pool_to_dict(exit: ExitWeights) -> dict[str, Any]:
     return {"weights": list(exit.weights), "bias": None if exit.bias is None else exit.bias.tolist()}
+
+
+def predict_together(
+    calibrations: Mapping[str, Calibration], split: Split, keys: Mapping[str, Collection[str]]
+) -> dict[str, Predictions]:
+    """Predict a split with several calibrations of one net, by name; summaries of all come from a single pass.
+
+    Args:
+        calibrations: Calibrations by name.
+        split: Split of a trace.
+        keys: For each name, the summaries of that pass; others are computed when they are asked for.
+
+    Returns:
+        Predictions by name, which keep no probabilities.
+    """
+    checked = {name: calibration._check_split(split) for name, calibration in calibrations.items()}
+    features, labels = next(iter(checked.values())), split.labels.numpy()
+    names = list(calibrations)
+    results: dict[str, Mapping[str, Array]] = {}
+
+    def summaries_of(name: str) -> Mapping[str, Array]:
+        if not results:
+            values = summarize_in_one_pass(list(calibrations.values()), features, labels, [keys[n] for n in names])
+            results.update(zip(names, values, strict=True))
+        return results[name]
+
+    return {
+        name: calibration._predictions(features, labels, partial(summaries_of, name), keep=False)
+        for name, calibration in calibrations.items()
+    }
 
 
 def cost_weights(costs: Sequence[float]) -> tuple[ExitWeights, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 from exitwise.core.predictions import Array, Predictions, check_labels, to_array
 from exitwise.core.results import Result, to_jsonable
 from exitwise.policies.abstention import Abstention
+from exitwise.policies.learned_score import summaries_of
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for, probs_at_exits
 
@@ -215,12 +216,12 @@ def evaluate_abstention(
     preds = Predictions.of(preds)
     labels = check_labels(to_array("labels", labels), *preds.shape[1:])
     exits = policy.exits(preds)
-    probs = probs_at_exits(preds, exits)
-    wrong = probs.argmax(axis=1) != labels
+    top = summaries_of(preds)[exits, np.arange(len(labels))]
+    confidence, wrong = top[:, 0], top[:, 3] != labels
     abstained = np.zeros(len(labels), dtype=bool)
     if abstention is not None:
         check_fitted_for(abstention, policy)
-        abstained = abstention.mask(probs, exits)
+        abstained = abstention.mask(probs_at_exits(preds, exits), exits)
     answered = ~abstained
     costs = None if policy.costs is None else np.asarray(policy.costs)
     return AbstentionEvaluation(
@@ -232,5 +233,5 @@ def evaluate_abstention(
         answered_by_exit=tuple(
             float(answered[exits == k].mean()) if (exits == k).any() else None for k in range(preds.shape[0])
         ),
-        curve=risk_curve(probs.max(axis=1), wrong),
+        curve=risk_curve(confidence, wrong),
     )
