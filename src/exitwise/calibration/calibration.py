@@ -84,8 +84,10 @@ class CalibratedExit:
 
     def equals(self, other: "CalibratedExit") -> bool:
         """Return whether another exit predicts the same from the same features."""
-        if (self.temperature, self.prior_var) != (other.temperature, other.prior_var) or self.dropout is not None:
+        if self is other or self.dropout is not None or other.dropout is not None:
             return self is other
+        if (self.temperature, self.prior_var) != (other.temperature, other.prior_var):
+            return False
         tensors = [
             (self.head.weight, other.head.weight),
             (self.head.bias, other.head.bias),
