@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +88,9 @@ def test_scores_from_summaries_equal_those_of_probabilities(
     calibration = calibrations["MIE Laplace T_opt sigma_opt"]
     streamed = calibration.predict(trace.val)
     # A single block computes the same numbers as all samples at once, so the scores are equal bit for bit.
-    probs = Predictions(streamed.shape, lambda: iter(one_by_one(calibration, trace)), calibration.predict(trace.val)._compute_variance)
+    probs = Predictions(
+        streamed.shape, lambda: iter(one_by_one(calibration, trace)), calibration.predict(trace.val)._compute_variance
+    )
     assert exit_scores(streamed, score).tolist() == exit_scores(probs, score).tolist()
 
 
@@ -118,7 +119,9 @@ def test_one_sample_and_one_exit(calibrations: dict[str, Calibration], trace: Tr
     single = trace.val.take(torch.tensor([4]))
     together = predict_together(calibrations, single, dict.fromkeys(calibrations, ALL))
     for name, preds in together.items():
-        np.testing.assert_allclose(preds.largest[:, 0], [p.probs[4].max() for p in one_by_one(calibrations[name], trace)], **TOLERANCE)
+        np.testing.assert_allclose(
+            preds.largest[:, 0], [p.probs[4].max() for p in one_by_one(calibrations[name], trace)], **TOLERANCE
+        )
     first = replace(
         trace,
         val=replace(trace.val, features=trace.val.features[:1]),
@@ -128,7 +131,9 @@ def test_one_sample_and_one_exit(calibrations: dict[str, Calibration], trace: Tr
         costs=ew.Costs(trace.costs.values[:1]),
     )
     calibration = ew.calibrate(first, "MIE Laplace", num_draws=4)
-    metrics = PerSampleMetrics.of(predict_together({"one": calibration}, first.val, {"one": ALL})["one"], first.val.labels.numpy())
+    metrics = PerSampleMetrics.of(
+        predict_together({"one": calibration}, first.val, {"one": ALL})["one"], first.val.labels.numpy()
+    )
     expected = one_by_one(calibration, first)[0]
     np.testing.assert_allclose(metrics.confidence[0], expected.probs.max(axis=1), **TOLERANCE)
 
@@ -155,8 +160,8 @@ class Counter:
 
 
 @pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    yield Counter(monkeypatch)
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
 
 
 def test_methods_share_one_pass_over_the_features(
@@ -267,7 +272,8 @@ split = Split(features, torch.randint(500, (40_000,), generator=generator))
 names = ["MSDNet (vanilla)", "T_opt", "MIE T_opt", "Laplace", "MIE Laplace"]
 calibrations = {name: ew.calibrate(trace, name, num_draws=4) for name in names}
 def measure(samples):
-    preds = predict_together(calibrations, split.take(torch.arange(samples)), dict.fromkeys(names, SUMMARIES | OF_TRUE_LABEL))
+    part, keys = split.take(torch.arange(samples)), dict.fromkeys(names, SUMMARIES | OF_TRUE_LABEL)
+    preds = predict_together(calibrations, part, keys)
     for name in names:
         preds[name].reduce_with_labels(split.labels[:samples].numpy())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -15,7 +15,7 @@ batch, so the same sample in another batch may differ by that tolerance, which i
 order differ by.
 
 Exponentials of a draw are relative to its largest shift M = max h at the middle of the block, so they cannot overflow.
-Those below exp(-87) round to zero. That does not matter if exp(-87) is far below the products of the smallest normalizer
+Those below exp(-87) round to zero. That does not matter if exp(-87) is far below the product of the smallest normalizer
 and the smallest result, which is checked afterwards; elsewhere the plain route is taken.
 """
 
@@ -268,7 +268,9 @@ def _narrow_true_ratios(
             rows.append(_block_true_ratios(*parts, _ChebyshevNodes.exactly(t[part, 0]), exp_z))
         return torch.cat(rows)
     sampled = z + t[:, :, None] * (shifts.values + shifts.largest[:, None])
-    return log_true_softmax(sampled, labels[:, 0], temperature) - z.gather(2, labels[:, :, None]).flatten() / temperature
+    return (
+        log_true_softmax(sampled, labels[:, 0], temperature) - z.gather(2, labels[:, :, None]).flatten() / temperature
+    )
 
 
 def _are_precise(results: Tensor, normalizers: Tensor) -> bool:

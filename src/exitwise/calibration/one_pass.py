@@ -1,27 +1,37 @@
 """Predictions of one or several calibrations for blocks of samples, in one pass over the features.
 
-Calibrations of one net differ in ensemble, temperature and prior variance, not in last layers and draws. For each block
-and exit, logits and squared projections are computed once, and so is the prediction of an exit that several calibrations
-have in common. Only summaries of each sample are kept, so that memory does not grow with samples times classes.
+Calibrations of one net differ in ensemble, temperature and prior variance, not in last layers and draws. For each
+block and exit, logits and squared projections are computed once, and so is the prediction of an exit that several
+calibrations have in common. Only summaries of each sample are kept: memory does not grow with samples times classes.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from exitwise.calibration.ensembles import ENSEMBLES
+from exitwise.calibration.calibrated_exit import CalibratedExit
+from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
+from exitwise.calibration.methods import Method
 from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError
 from exitwise.core.memory import align
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.core.summaries import SummaryTable
 
-if TYPE_CHECKING:
-    from exitwise.calibration.calibration import CalibratedExit, Calibration
-
 _BLOCK = 1 << 22  # samples times classes of a block
+
+
+class CalibratedExits(Protocol):
+    """What predictions need of a calibration."""
+
+    @property
+    def method(self) -> Method: ...
+    @property
+    def exits(self) -> tuple[CalibratedExit, ...]: ...
+    @property
+    def exit_weights(self) -> tuple[ExitWeights, ...] | None: ...
 
 
 def sample_blocks(samples: int, classes: int) -> Iterator[slice]:
@@ -39,7 +49,7 @@ def take_block(features: Tensor, samples: slice) -> Tensor:
 class SharedExits:
     """The exits k of several calibrations: which of them share last layer, eigenvectors or everything."""
 
-    def __init__(self, exits: Sequence["CalibratedExit"]) -> None:
+    def __init__(self, exits: Sequence[CalibratedExit]) -> None:
         self.exits = exits
         self._heads = _find_first(exits, lambda a, b: _equal(a.head.weight, b.head.weight, a.head.bias, b.head.bias))
         self._bases = _find_first(exits, _have_equal_bases)
@@ -63,21 +73,23 @@ class SharedExits:
         return [results[index] for index in self.same]
 
 
-def _find_first(exits: Sequence["CalibratedExit"], are_equal: Any) -> list[int]:
+def _find_first(exits: Sequence[CalibratedExit], are_equal: Any) -> list[int]:
     """Return for every exit the index of the first one that it equals."""
-    return [next(j for j, other in enumerate(exits) if j == i or are_equal(other, exit)) for i, exit in enumerate(exits)]
+    return [
+        next(j for j, other in enumerate(exits) if j == i or are_equal(other, exit)) for i, exit in enumerate(exits)
+    ]
 
 
 def _equal(a: Tensor, b: Tensor, c: Tensor | None = None, d: Tensor | None = None) -> bool:
     return torch.equal(a, b) and ((c is None) == (d is None)) and (c is None or d is None or torch.equal(c, d))
 
 
-def _have_equal_bases(a: "CalibratedExit", b: "CalibratedExit") -> bool:
+def _have_equal_bases(a: CalibratedExit, b: CalibratedExit) -> bool:
     return a.posterior is not None and b.posterior is not None and torch.equal(a.posterior.basis, b.posterior.basis)
 
 
 def iterate_exits(
-    calibrations: Sequence["Calibration"],
+    calibrations: Sequence[CalibratedExits],
     shared: Sequence[SharedExits],
     features: Sequence[Tensor],
     samples: slice,
@@ -111,7 +123,7 @@ def _check_finite(log_probs: Tensor, exit: int, first: int) -> None:
 
 
 def summarize_in_one_pass(
-    calibrations: Sequence["Calibration"],
+    calibrations: Sequence[CalibratedExits],
     features: Sequence[Tensor],
     labels: Array | None,
     keys: Sequence[Collection[str]],

@@ -5,17 +5,11 @@ computed in one pass.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from exitwise.core.exit_prediction import Array, ExitPrediction
 from exitwise.core.ties import hash_probs, spread_ties
-
-if TYPE_CHECKING:
-    from exitwise.core.predictions import ExitPrediction
-
-Array = NDArray[Any]
 
 OF_TRUE_LABEL = frozenset({"log_true", "rank", "brier"})
 OF_CONFIDENCE = frozenset({"predicted", "largest", "tie hashes", "confidence"})
@@ -23,7 +17,7 @@ SUMMARIES = OF_CONFIDENCE | {"entropy", "margin", "learned summaries"}
 _DERIVED = {"confidence": "largest", "entropy": "entropy", "margin": "margin"}  # scores, whose ties the hashes break
 
 
-def negative_entropy(pred: "ExitPrediction") -> Array:
+def negative_entropy(pred: ExitPrediction) -> Array:
     """Return sum p log p over the classes of each sample (n,)."""
     return np.asarray(np.einsum("nc,nc->n", pred.probs, pred.log_probs))
 
@@ -34,9 +28,7 @@ def log_true(log_probs: Array, labels: Array) -> Array:
 
 
 def true_label_rank(log_probs: Array, labels: Array) -> Array:
-    """Return the number (n,) of classes that are more probable than the true label; of equal ones, the first ranks
-    first.
-    """
+    """Return the number (n,) of classes that are more probable than the true label; the first of equals counts."""
     true = log_true(log_probs, labels)[:, None]
     ranks = np.count_nonzero(log_probs > true, axis=1)
     tied = np.flatnonzero(np.count_nonzero(log_probs == true, axis=1) > 1)
@@ -66,7 +58,7 @@ def top_three(probs: Array) -> Array:
     return summary
 
 
-def summarize(pred: "ExitPrediction", labels: Array | None, keys: Collection[str]) -> dict[str, Array]:
+def summarize(pred: ExitPrediction, labels: Array | None, keys: Collection[str]) -> dict[str, Array]:
     """Compute summaries (n, ...) of one exit by key.
 
     Args:
@@ -102,7 +94,7 @@ class SummaryTable:
         self._shape, self._labels, self._keys = (num_exits, num_samples), labels, frozenset(keys)
         self._values: dict[str, Array] = {}
 
-    def add(self, exit: int, samples: slice, pred: "ExitPrediction") -> None:
+    def add(self, exit: int, samples: slice, pred: ExitPrediction) -> None:
         """Summarize the prediction of one exit for some of the samples."""
         labels = None if self._labels is None else self._labels[samples]
         for key, values in summarize(pred, labels, self._keys).items():

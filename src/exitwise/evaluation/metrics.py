@@ -6,13 +6,13 @@ import numpy as np
 
 from exitwise.core.predictions import Array
 from exitwise.core.predictions import check_labels as check_labels
-from exitwise.core.summaries import brier as _brier
-from exitwise.core.summaries import log_true as _log_true
-from exitwise.core.summaries import true_label_rank as _true_label_rank
 from exitwise.core.stopping import StoppingRanks as StoppingRanks
 from exitwise.core.stopping import find_ties as _find_ties
 from exitwise.core.stopping import sorted_auroc as _sorted_auroc
 from exitwise.core.stopping import stopping_is_right as stopping_is_right
+from exitwise.core.summaries import brier as _brier
+from exitwise.core.summaries import log_true as _log_true
+from exitwise.core.summaries import true_label_rank as _true_label_rank
 
 BINS = 10
 
