@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -38,6 +39,25 @@ def seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def command_cost(command: Sequence[str], threads: int | None = None) -> dict[str, float]:
+    """Run a command in a child process; return its seconds, CPU seconds and largest resident memory.
+
+    CPU seconds hardly depend on other work on the machine, and mapped pages of files count as memory.
+    """
+    environment = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
+    start = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return {
+        "seconds": round(time.perf_counter() - start, 1),
+        "CPU seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak gigabytes": round(usage.ru_maxrss * 1024 / 1e9, 2),
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -7,9 +7,7 @@ classes with as many pictures as fit, and 50,000 x 5 x 1,000. Run it alone on th
 benchmark itself.
 """
 
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from method import imagenet_trace
 from playwright.sync_api import sync_playwright
-from record import options, record, seconds
+from record import command_cost, options, record
 
 from exitwise.calibration.trace import Trace
 from exitwise.core.files import write_json
@@ -85,8 +83,7 @@ def measure(test: int, val: int, classes: int, widths: tuple[int, ...], pictures
             HoldOut.random(load("cifar100", root)[0], 5000, 0).save(run / "split.safetensors")
         del trace
         command = [sys.executable, "-m", "exitwise", "report", str(run)]
-        taken = seconds(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+        cost = command_cost(command)
         page = run / "report.html"
         return {
             "test samples": test,
@@ -94,8 +91,9 @@ def measure(test: int, val: int, classes: int, widths: tuple[int, ...], pictures
             "exits": len(widths),
             "classes": classes,
             "pictures": pictures,
-            "seconds to make": round(taken, 1),
-            "peak gigabytes": round(peak, 2),
+            "seconds to make": cost["seconds"],
+            "CPU seconds to make": cost["CPU seconds"],
+            "peak gigabytes": cost["peak gigabytes"],
             "page megabytes": round(page.stat().st_size / 1e6, 2),
             **in_browser(page),
         }

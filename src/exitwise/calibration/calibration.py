@@ -1,8 +1,8 @@
 """Calibrated predictions: every exit's last layer with its posterior and temperature, and their ensemble."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,88 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.calibration.calibrated_exit import POSTERIOR_TENSORS
+from exitwise.calibration.calibrated_exit import CalibratedExit as CalibratedExit
 from exitwise.calibration.dropout import DropoutMasks
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.laplace import MODES, CurvatureEigen, Mode, Posterior
-from exitwise.calibration.mc_softmax import chunk_slices, interpolated_log_mean_softmax, log_mean_softmax, sample_logits
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method
+from exitwise.calibration.one_pass import (
+    SharedExits,
+    iterate_exits,
+    sample_blocks,
+    summarize_in_one_pass,
+    take_block,
+)
 from exitwise.calibration.trace import HeadWeights, Split, Trace
 from exitwise.core import tensorfiles
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
-from exitwise.core.memory import align_fields
 from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.seeds import as_generator
+from exitwise.core.summaries import OF_TRUE_LABEL, SUMMARIES
 
 if TYPE_CHECKING:
     import pandas
 
 FORMAT, VERSION = "exitwise.calibration", 1
-
-_POSTERIOR_TENSORS = ("basis", "inverse", "offset", "root")
-
-
-@dataclass(frozen=True, eq=False)
-class CalibratedExit:
-    """One exit's last layer with its temperature and its posterior or dropout masks, independent of other exits."""
-
-    head: HeadWeights
-    temperature: float
-    prior_var: float
-    posterior: Posterior | None = None
-    draws: Tensor | None = None  # (S, c)
-    dropout: DropoutMasks | None = None
-    shifts: Tensor | None = None  # (S, c): L g of all draws g, if the posterior has no root
-
-    def __post_init__(self) -> None:
-        align_fields(self, "draws", "shifts")
-
-    def log_probs(self, features: Tensor) -> Tensor:
-        """Return log-probabilities (n, c) of features (n, p), in float32."""
-        features = features.float()
-        logits = self.head.logits(features)
-        if (self.posterior is None and self.dropout is None) or not len(features):
-            return (logits / self.temperature).log_softmax(dim=1)
-        if self.posterior is not None and self.posterior.mode == "paper":
-            return interpolated_log_mean_softmax(
-                logits, self.posterior.scale(features).sqrt(), self.drawn_shifts, self.temperature
-            )
-        return torch.cat([log_mean_softmax(z, self.temperature) for _, z in self._sampled_logits(features)])
-
-    @cached_property
-    def drawn_shifts(self) -> Tensor:
-        """Shifts L g (S, c) of all draws g, multiplied once, before test time; for paper and naive."""
-        if self.shifts is not None:
-            return self.shifts
-        if self.posterior is None or self.draws is None:
-            raise InputError("there are no draws without Laplace or dropout")
-        shifts: Tensor = self.draws @ self.posterior.dense_root().to(self.draws.dtype).T
-        return shifts
-
-    def class_probs(self, features: Tensor, classes: Tensor) -> Tensor:
-        """Return probabilities (j, n, S) of `classes` (j, n) under every draw: j classes for each sample."""
-        parts = []
-        for part, z in self._sampled_logits(features.float()):
-            chosen = classes[:, part, None].permute(1, 2, 0).expand(-1, z.shape[1], -1)  # (m, S, j)
-            log_z = (z / self.temperature).logsumexp(dim=2, keepdim=True)
-            parts.append((z.gather(2, chosen) / self.temperature - log_z).exp().permute(2, 0, 1))
-        return torch.cat(parts, dim=1)
-
-    def _sampled_logits(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the sampled logits (m, S, c) of chunks of samples."""
-        if self.dropout is not None:
-            yield from self.dropout.sample_logits(self.head, features)
-            return
-        if self.posterior is None or self.draws is None:
-            raise InputError("there are no draws without Laplace or dropout")
-        size = self.draws.numel() + (self.draws.shape[1] ** 2 if self.posterior.mode == "naive" else 0)
-        for part in chunk_slices(len(features), size):
-            logits, scale = self.head.logits(features[part]), self.posterior.scale(features[part])
-            if self.posterior.mode == "paper":
-                yield part, logits[:, None] + scale.sqrt()[:, None, None] * self.drawn_shifts
-            else:
-                yield part, sample_logits(logits, scale, self.posterior, self.draws)
 
 
 @dataclass(frozen=True)
@@ -198,6 +142,12 @@ class Calibration:
         Raises:
             InputError: The features do not match the exits, or are not finite.
         """
+        features, labels = self._check_split(split), split.labels.numpy() if isinstance(split, Split) else None
+        keys = SUMMARIES if labels is None else SUMMARIES | OF_TRUE_LABEL
+        return self._predictions(features, labels, lambda: summarize_in_one_pass([self], features, labels, [keys])[0])
+
+    def _check_split(self, split: Split | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the features of a split; raise InputError unless they are those of the exits."""
         if not isinstance(split, Split | Sequence):
             raise InputError(f"`split` must be a Split or a sequence of features, but got {type(split).__name__}")
         features = tuple(split.features if isinstance(split, Split) else split)
@@ -210,26 +160,36 @@ class Calibration:
             if x.dim() != 2 or x.shape[1] != exit.head.weight.shape[1] or len(x) != len(features[0]):
                 expected = (len(features[0]), exit.head.weight.shape[1])
                 raise InputError(f"`split` features of exit {k} must have shape {expected}, but have {tuple(x.shape)}")
+        return features
+
+    def _predictions(
+        self,
+        features: tuple[Tensor, ...],
+        labels: Array | None,
+        summarize: Callable[[], Mapping[str, Array]],
+        keep: bool = True,
+    ) -> Predictions:
+        """Return predictions of checked features, whose summaries `summarize` computes."""
         shape = (len(features), len(features[0]), len(self.exits[0].head.weight))
         variance = (lambda classes: self._variance(features, classes)) if self.method.has_variance else None
-        return Predictions(shape, lambda: self._predict_exits(features), variance)
+        return Predictions(shape, lambda: self._predict_exits(features), variance, summarize, labels, keep)
 
     def _predict_exits(self, features: Sequence[Tensor]) -> Iterator[ExitPrediction]:
-        state: Any = None
-        with torch.no_grad():
-            for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
-                log_probs = exit.log_probs(x)
-                if self.exit_weights is not None and self.method.ensemble is not None:
-                    ensemble = ENSEMBLES[self.method.ensemble]
-                    log_probs, state = ensemble.advance_log_probs(state, log_probs, self.exit_weights[k].at(x))
-                if not tensorfiles.all_finite(log_probs):
-                    sample = int((~torch.isfinite(log_probs)).any(dim=1).nonzero()[0])
-                    raise InputError(f"exit {k}: the features of sample {sample} are too extreme for float32")
-                yield ExitPrediction.from_log_probs(log_probs.numpy())
+        """Predict all samples at once, exit by exit."""
+        exits = [SharedExits([exit]) for exit in self.exits]
+        return (preds[0] for preds in iterate_exits([self], exits, features, slice(0, len(features[0]))))
 
     def _variance(self, features: Sequence[Tensor], classes: Array) -> Array:
         """Variance (K, n) over draws of p(class) for classes (K, n), of each exit or of the ensemble up to it."""
-        chosen = torch.from_numpy(classes)
+        blocks = sample_blocks(len(features[0]), len(self.exits[0].head.weight))
+        parts = [
+            self._block_variance([take_block(x, block) for x in features], torch.from_numpy(classes[:, block]))
+            for block in blocks
+        ]
+        return np.concatenate(parts, axis=1) if parts else np.empty(classes.shape, dtype=np.float32)
+
+    def _block_variance(self, features: Sequence[Tensor], chosen: Tensor) -> Array:
+        """Return `_variance` (K, m) of a block of samples."""
         probs: list[Tensor] = []
         with torch.no_grad():
             for k, (exit, x) in enumerate(zip(self.exits, features, strict=True)):
@@ -258,7 +218,7 @@ class Calibration:
         for k, exit in enumerate(self.exits):
             parts = {"weight": exit.head.weight, "bias": exit.head.bias}
             if exit.posterior is not None:
-                parts |= {name: getattr(exit.posterior, name) for name in _POSTERIOR_TENSORS} | {"shifts": exit.shifts}
+                parts |= {name: getattr(exit.posterior, name) for name in POSTERIOR_TENSORS} | {"shifts": exit.shifts}
             if exit.dropout is not None:
                 parts["masks"] = exit.dropout.masks.to(torch.uint8)
             tensors |= {f"exit.{k}.{name}": value for name, value in parts.items() if value is not None}
@@ -308,7 +268,7 @@ class Calibration:
             _check_tensor("draws", draws, torch.float32, (draws.shape[0] if draws.dim() else 0, c))
         exits = []
         for k in range(len(grids)):
-            names = ("weight", "bias", *_POSTERIOR_TENSORS, "shifts")
+            names = ("weight", "bias", *POSTERIOR_TENSORS, "shifts")
             parts = {name: tensors.get(f"exit.{k}.{name}") for name in names}
             head, posterior = _read_exit(k, parts, mode if method.laplace else None, c, draws)
             temperature, prior_var = float(tensors["temperatures"][k]), float(tensors["prior_vars"][k])
@@ -349,7 +309,7 @@ def _read_exit(
         raise InputError(
             f"exit.{k}.shifts must replace exit.{k}.root in mode 'paper', but the mode is {mode!r} or both exist"
         )
-    for name in ("weight", *(_POSTERIOR_TENSORS if mode else ())):
+    for name in ("weight", *(POSTERIOR_TENSORS if mode else ())):
         if name not in present and not (name == "root" and has_shifts):
             raise KeyError(f"exit.{k}.{name}")
     p = present["weight"].shape[-1] if present["weight"].dim() else 0
@@ -395,6 +355,36 @@ def _read_pool(k: int, tensors: Mapping[str, Tensor], head: HeadWeights) -> Exit
 
 def _pool_to_dict(exit: ExitWeights) -> dict[str, Any]:
     return {"weights": list(exit.weights), "bias": None if exit.bias is None else exit.bias.tolist()}
+
+
+def predict_together(
+    calibrations: Mapping[str, Calibration], split: Split, keys: Mapping[str, Collection[str]]
+) -> dict[str, Predictions]:
+    """Predict a split with several calibrations of one net, by name; summaries of all come from a single pass.
+
+    Args:
+        calibrations: Calibrations by name.
+        split: Split of a trace.
+        keys: For each name, the summaries of that pass; others are computed when they are asked for.
+
+    Returns:
+        Predictions by name, which keep no probabilities.
+    """
+    checked = {name: calibration._check_split(split) for name, calibration in calibrations.items()}
+    features, labels = next(iter(checked.values())), split.labels.numpy()
+    names = list(calibrations)
+    results: dict[str, Mapping[str, Array]] = {}
+
+    def summaries_of(name: str) -> Mapping[str, Array]:
+        if not results:
+            values = summarize_in_one_pass(list(calibrations.values()), features, labels, [keys[n] for n in names])
+            results.update(zip(names, values, strict=True))
+        return results[name]
+
+    return {
+        name: calibration._predictions(features, labels, partial(summaries_of, name), keep=False)
+        for name, calibration in calibrations.items()
+    }
 
 
 def cost_weights(costs: Sequence[float]) -> tuple[ExitWeights, ...]:

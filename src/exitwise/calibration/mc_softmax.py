@@ -9,15 +9,19 @@ all samples and draws are then matrix products:
 
     Z = sum_j w_j(t) exp(z) exp(t_j h)^T          n x S, instead of n x S x c exponentials
 
-With a = (half a block's width in t) max|h| / T, the relative error is below a^J / (2^(J-1) J!) e^a. Samples of blocks
-where that passes the tolerance get a node each, and those whose exponentials could overflow take the plain route.
-Blocks depend on the batch, so the same sample in another batch may differ by that tolerance, which is about what
-float32 sums in another order differ by.
+With a = (half a block's width in t) max|h| / T, the relative error is below a^J / (2^(J-1) J!) e^a. Blocks where that
+passes the tolerance are cut into smaller ones, and where it still does, every sample gets a node. Blocks depend on the
+batch, so the same sample in another batch may differ by that tolerance, which is about what float32 sums in another
+order differ by.
+
+Exponentials of a draw are relative to its largest shift M = max h at the middle of the block, so they cannot overflow.
+Those below exp(-87) round to zero. That does not matter if exp(-87) is far below the product of the smallest normalizer
+and the smallest result, which is checked afterwards; elsewhere the plain route is taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import factorial, log, pi
+from math import exp, factorial, log, pi
 
 import torch
 from torch import Tensor
@@ -26,9 +30,10 @@ from exitwise.calibration.laplace import Posterior
 
 _CHUNK = 1 << 21  # numbers in memory at once in a step of either route
 _BLOCKS = 48  # desired number of blocks: the error depends on their width in t, not on their number of samples
-_MIN_BLOCK_SIZE = 64
+_MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 64, 256  # beyond 256 samples, computing the exponentials of a block is negligible
+_SMALL_BLOCK_SIZE = 16  # of the blocks that too wide ones are cut into
 _NODES = 4  # Chebyshev nodes per block
-_MAX_EXPONENT = 30.0  # largest |t h / T|: float32 can represent every ratio of exponentials, up to e^60, with a margin
+_MIN_NORMALIZER, _MIN_PRODUCT = -60.0, -70.0  # logarithms, far above that of the smallest float32, -87
 _TOLERANCE = 1e-6  # relative error of a probability: at most the rounding errors of float32
 
 
@@ -66,20 +71,42 @@ class _SortedBlocks:
 
     def __init__(self, t: Tensor) -> None:
         self.samples = len(t)
-        self.size = min(self.samples, max(_MIN_BLOCK_SIZE, -(-self.samples // _BLOCKS)))
+        self.size = min(self.samples, max(_MIN_BLOCK_SIZE, min(_MAX_BLOCK_SIZE, -(-self.samples // _BLOCKS))))
+        if self.size > _SMALL_BLOCK_SIZE:  # so that it can be cut evenly
+            self.size -= self.size % _SMALL_BLOCK_SIZE
         self.count = -(-self.samples // self.size)
         self._order = t.detach().argsort()
         # The last block is padded with copies of the last sample; `join` drops their results.
         padding = self._order[-1:].expand(self.count * self.size - self.samples)
         self._index = torch.cat([self._order, padding])
+        self.positions = self._index.view(self.count, self.size)  # of the samples of every block
 
     def cut(self, values: Tensor) -> Tensor:
         """Reorder values (n, ...) from the caller's order to (blocks, size, ...)."""
-        return values[self._index].view(self.count, self.size, *values.shape[1:])
+        return values[self.positions]
 
     def join(self, values: Tensor) -> Tensor:
         """Reorder values (blocks * size, ...) to (n, ...) in the caller's order."""
         return values[: self.samples][self._order.argsort()]
+
+
+@dataclass(frozen=True)
+class _RelativeShifts:
+    """Shifts h (S, c) of all draws relative to the largest of each draw."""
+
+    values: Tensor  # (S, c): h - M, never positive
+    largest: Tensor  # (S,): M
+    bound: float  # max|h|
+
+    @classmethod
+    def of(cls, shifts: Tensor) -> "_RelativeShifts":
+        largest = shifts.detach().amax(dim=1)
+        return cls(shifts - largest[:, None], largest, float(shifts.detach().abs().max()))
+
+    def of_labels(self, labels: Tensor, t: Tensor, center: Tensor) -> Tensor:
+        """Return t h_y - center M (b, m, S) of the true labels (b, m), for t (b, m) and centers (b,) of blocks."""
+        offset = (t - center[:, None])[:, :, None] * self.largest
+        return torch.addcmul(offset, t[:, :, None], self.values.T[labels])
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,7 @@ class _ChebyshevNodes:
 
     at: Tensor  # (b, J)
     weights: Tensor  # (b, m, J)
+    center: Tensor  # (b,)
     half_width: Tensor  # (b,)
 
     @classmethod
@@ -101,21 +129,20 @@ class _ChebyshevNodes:
         lagrange = torch.linalg.inv(nodes[:, None] ** powers).to(
             t
         )  # column j: the polynomial that is 1 at node j and 0 at the others
-        return cls(center[:, None] + half[:, None] * nodes.to(t), (u[..., None] ** powers) @ lagrange, half)
+        return cls(center[:, None] + half[:, None] * nodes.to(t), (u[..., None] ** powers) @ lagrange, center, half)
 
     @classmethod
     def exactly(cls, t: Tensor) -> "_ChebyshevNodes":
         """Return one block per sample of t (n,), with t as its only node: no interpolation."""
-        return cls(t[:, None], torch.ones_like(t)[:, None, None], torch.zeros_like(t))
+        return cls(t[:, None], torch.ones_like(t)[:, None, None], t.detach(), torch.zeros_like(t))
 
     def __getitem__(self, blocks: slice) -> "_ChebyshevNodes":
-        return _ChebyshevNodes(self.at[blocks], self.weights[blocks], self.half_width[blocks])
+        return _ChebyshevNodes(self.at[blocks], self.weights[blocks], self.center[blocks], self.half_width[blocks])
 
-    def interpolable_run(self, largest_shift: float, tolerance: float) -> slice:
+    def interpolable_run(self, shifts: _RelativeShifts, temperature: float, tolerance: float) -> slice:
         """Return the longest run of blocks within the tolerance; sorted by t, the wide blocks are at the ends."""
-        a = self.half_width * largest_shift
-        error = a**_NODES / (2 ** (_NODES - 1) * factorial(_NODES)) * a.exp()
-        fits = (error <= tolerance) & (self.at.amax(dim=1) * largest_shift <= _MAX_EXPONENT)
+        a = self.half_width * (shifts.bound / temperature)
+        fits = a**_NODES / (2 ** (_NODES - 1) * factorial(_NODES)) * a.exp() <= tolerance
         best, start = slice(0, 0), 0
         for block, fit in enumerate([*fits.tolist(), False]):
             if not fit:
@@ -124,9 +151,11 @@ class _ChebyshevNodes:
                 start = block + 1
         return best
 
-    def exponentials(self, shifts: Tensor, temperature: float | Tensor) -> Tensor:
-        """Compute exp(t_j h / T) (b, J, S, c) at the nodes."""
-        return (self.at[:, :, None, None] * (shifts / temperature)).exp()
+    def exponentials(self, shifts: _RelativeShifts, temperature: float | Tensor) -> Tensor:
+        """Compute exp((t_j h - center M) / T) (b, J, S, c) at the nodes."""
+        exponents = self.at[:, :, None, None] * (shifts.values / temperature)
+        offset = (self.at - self.center[:, None])[:, :, None] * (shifts.largest / temperature)
+        return exponents.add_(offset[..., None]).exp_()
 
     def normalizers(self, exp_logits: Tensor, exp_shifts: Tensor) -> Tensor:
         """Interpolate Z (b, m, S) from exp(z / T) (b, m, c) and the exponentials at the nodes (b, J, S, c)."""
@@ -143,14 +172,19 @@ def _split_at_run(num_blocks: int, run: slice) -> list[tuple[slice, bool]]:
 
 
 def grid_log_true(
-    logits: Tensor, labels: Tensor, t: Tensor, shifts: Tensor, temperatures: Tensor, tolerance: float = _TOLERANCE
+    logits: Tensor | Callable[[Tensor], Tensor],
+    labels: Tensor,
+    t: Tensor,
+    shifts: Tensor,
+    temperatures: Tensor,
+    tolerance: float = _TOLERANCE,
 ) -> Tensor:
     """Compute log p(true label) (T, V, n) at every point of a grid, differentiable.
 
     Only the normalizers are interpolated; the exponentials of the true label are computed exactly.
 
     Args:
-        logits: Logits (n, c).
+        logits: Logits (n, c), or a function from positions (m,) to their logits (m, c), of which few are held at once.
         labels: True labels (n,).
         t: sqrt(s(x)) (V, n) for each of V prior variances.
         shifts: Shifts (V, S, c) for each of V prior variances.
@@ -159,26 +193,29 @@ def grid_log_true(
     """
     draws, classes = shifts.shape[1:]
     blocks = _SortedBlocks(t[len(t) // 2])  # one order for all prior variances, which hardly change it
-    z_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True))
     labels_all, t_all = blocks.cut(labels), [blocks.cut(row) for row in t]
-    largest = [float(row.detach().abs().max()) for row in shifts]
+    relative = [_RelativeShifts.of(row) for row in shifts]
     numbers = _NODES * draws * (blocks.size + classes) + blocks.size * (classes + len(t) * draws)
     groups = []
     for group in chunk_slices(blocks.count, numbers):
-        z, y = z_all[group], labels_all[group]
+        positions = blocks.positions[group].flatten()
+        z = logits(positions) if callable(logits) else logits[positions]
+        z = (z - z.amax(dim=1, keepdim=True)).view(-1, blocks.size, classes)
+        y = labels_all[group]
         z_true = z.gather(2, y[:, :, None]).squeeze(2)
         t_rows = [row[group] for row in t_all]
         nodes = [_ChebyshevNodes.between(row) for row in t_rows]
-        true_shifts = [row[:, :, None] * h.T[y] for row, h in zip(t_rows, shifts, strict=True)]
         points = []
         for temperature in temperatures:
-            exp_z = (z / temperature).exp()
-            for v, h in enumerate(shifts):
-                run = nodes[v].interpolable_run(largest[v] / float(temperature.detach()), tolerance)
+            exp_z = (z / temperature).exp_()
+            for v, h in enumerate(relative):
+                run = nodes[v].interpolable_run(h, float(temperature.detach()), tolerance)
                 ratios = [
-                    _true_ratios(exp_z[part], true_shifts[v][part], nodes[v][part], h, temperature).flatten()
+                    _block_true_ratios(
+                        z[part], y[part], t_rows[v][part], h, temperature, tolerance, nodes[v][part], exp_z[part]
+                    )
                     if inside
-                    else _uninterpolated_true_ratios(z[part], y[part], t_rows[v][part], h, temperature, largest[v])
+                    else _narrow_true_ratios(z[part], y[part], t_rows[v][part], h, temperature, tolerance)
                     for part, inside in _split_at_run(len(z), run)
                 ]
                 points.append(z_true.flatten() / temperature + torch.cat(ratios))
@@ -187,33 +224,59 @@ def grid_log_true(
     return joined.reshape(len(temperatures), len(t), -1)
 
 
-def _true_ratios(
-    exp_z: Tensor, true_shifts: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor
+def _block_true_ratios(
+    z: Tensor,
+    labels: Tensor,
+    t: Tensor,
+    shifts: _RelativeShifts,
+    temperature: float | Tensor,
+    tolerance: float,
+    nodes: _ChebyshevNodes,
+    exp_z: Tensor,
 ) -> Tensor:
-    """Compute log (1/S) sum_l exp(t h_y / T) / Z_l (b, m): the contribution of the draws to log p(true label)."""
+    """Compute log (1/S) sum_l exp(t h_y / T) / Z_l (b * m,): the contribution of the draws to log p(true label)."""
     normalizers = nodes.normalizers(exp_z, nodes.exponentials(shifts, temperature))
-    return ((true_shifts / temperature).exp() / normalizers).mean(dim=2).log()
+    true_shifts = shifts.of_labels(labels, t, nodes.center)
+    ratios = ((true_shifts / temperature).exp_() / normalizers).mean(dim=2)
+    if _are_precise(ratios, normalizers):
+        return ratios.log().flatten()
+    return _narrow_true_ratios(z, labels, t, shifts, temperature, tolerance)
 
 
-def _uninterpolated_true_ratios(
-    z: Tensor, labels: Tensor, t: Tensor, shifts: Tensor, temperature: float | Tensor, largest: float
+def _narrow_true_ratios(
+    z: Tensor, labels: Tensor, t: Tensor, shifts: _RelativeShifts, temperature: float | Tensor, tolerance: float
 ) -> Tensor:
-    """Compute `_true_ratios` (b * m,) of whole blocks without interpolation."""
-    z, labels, t = z.flatten(0, 1), labels.flatten(), t.flatten()
+    """Compute `_block_true_ratios` of blocks that are too wide: in smaller blocks, or without interpolation."""
     rows = []
-    for part in chunk_slices(len(z), shifts.numel()):
-        z_part, t_part, y = z[part], t[part], labels[part]
-        if float(t_part.detach().max()) * largest / float(torch.as_tensor(temperature).detach()) <= _MAX_EXPONENT:
-            true_shifts = (t_part[:, None] * shifts.T[y])[:, None]
-            exp_z = (z_part / temperature).exp()[:, None]
-            rows.append(
-                _true_ratios(exp_z, true_shifts, _ChebyshevNodes.exactly(t_part), shifts, temperature).flatten()
-            )
-        else:
-            sampled = z_part[:, None] + t_part[:, None, None] * shifts
-            z_true = z_part.gather(1, y[:, None]).squeeze(1) / temperature
-            rows.append(log_true_softmax(sampled, y, temperature) - z_true)
-    return torch.cat(rows)
+    if z.shape[1] > _SMALL_BLOCK_SIZE:
+        z, labels, t = (values.reshape(-1, _SMALL_BLOCK_SIZE, *values.shape[2:]) for values in (z, labels, t))
+        nodes = _ChebyshevNodes.between(t)
+        run = nodes.interpolable_run(shifts, _as_float(temperature), tolerance)
+        for part, inside in _split_at_run(len(z), run):
+            if not inside:
+                rows.append(_narrow_true_ratios(z[part], labels[part], t[part], shifts, temperature, tolerance))
+                continue
+            for group in _groups_of_blocks(part, _SMALL_BLOCK_SIZE, shifts):
+                parts = z[group], labels[group], t[group], shifts, temperature, tolerance
+                rows.append(_block_true_ratios(*parts, nodes[group], (z[group] / temperature).exp_()))
+        return torch.cat(rows)
+    if z.shape[1] > 1:
+        z, labels, t = z.flatten(0, 1)[:, None], labels.flatten()[:, None], t.flatten()[:, None]
+        for part in chunk_slices(len(z), shifts.values.numel()):
+            parts = z[part], labels[part], t[part], shifts, temperature, tolerance
+            exp_z = (z[part] / temperature).exp_()
+            rows.append(_block_true_ratios(*parts, _ChebyshevNodes.exactly(t[part, 0]), exp_z))
+        return torch.cat(rows)
+    sampled = z + t[:, :, None] * (shifts.values + shifts.largest[:, None])
+    return (
+        log_true_softmax(sampled, labels[:, 0], temperature) - z.gather(2, labels[:, :, None]).flatten() / temperature
+    )
+
+
+def _are_precise(results: Tensor, normalizers: Tensor) -> bool:
+    """Return whether exponentials that round to zero change neither the normalizers nor the results."""
+    smallest, result = float(normalizers.detach().min()), float(results.detach().min())
+    return smallest >= exp(_MIN_NORMALIZER) and result * smallest >= exp(_MIN_PRODUCT)
 
 
 def interpolated_log_mean_softmax(
@@ -223,33 +286,69 @@ def interpolated_log_mean_softmax(
 
     It is interpolated within `tolerance`, and differentiable.
     """
-    draws, classes = shifts.shape
-    blocks = _SortedBlocks(t)
-    z_all, t_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True)), blocks.cut(t)
-    nodes = _ChebyshevNodes.between(t_all)
-    largest = float(shifts.detach().abs().max()) / float(torch.as_tensor(temperature).detach())
+    blocks, relative = _SortedBlocks(t), _RelativeShifts.of(shifts)
+    z, t_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True)), blocks.cut(t)
     # Half the tolerance, because exponentials are interpolated twice: in the normalizers, and in the sum over draws.
-    run = nodes.interpolable_run(largest, tolerance / 2)
+    return blocks.join(_blocks_log_probs(z, t_all, relative, temperature, tolerance / 2))
+
+
+def _blocks_log_probs(
+    z: Tensor, t: Tensor, shifts: _RelativeShifts, temperature: float | Tensor, tolerance: float
+) -> Tensor:
+    """Compute log-probabilities (b * m, c) of blocks of logits (b, m, c) with t (b, m); wide blocks are cut first."""
+    nodes = _ChebyshevNodes.between(t)
+    run = nodes.interpolable_run(shifts, _as_float(temperature), tolerance)
     rows = []
-    for part, inside in _split_at_run(blocks.count, run):
-        z, t_part = z_all[part], t_all[part]
-        if inside:
-            for group in chunk_slices(len(z), _NODES * (draws + blocks.size) * (classes + draws)):
-                rows.append(_log_probs(z[group], nodes[part][group], shifts, temperature))
+    for part, inside in _split_at_run(len(z), run):
+        if not inside:
+            rows.append(_narrow_log_probs(z[part], t[part], shifts, temperature, tolerance))
             continue
-        z, t_part = z.flatten(0, 1), t_part.flatten()
-        for group in chunk_slices(len(z), shifts.numel()):
-            if float(t_part[group].detach().max()) * largest <= _MAX_EXPONENT:
-                rows.append(_log_probs(z[group, None], _ChebyshevNodes.exactly(t_part[group]), shifts, temperature))
-            else:
-                rows.append(log_mean_softmax(z[group, None] + t_part[group, None, None] * shifts, temperature))
-    return blocks.join(torch.cat(rows))
+        for group in _groups_of_blocks(part, z.shape[1], shifts):
+            rows.append(_block_log_probs(z[group], t[group], nodes[group], shifts, temperature, tolerance))
+    return torch.cat(rows)
 
 
-def _log_probs(z: Tensor, nodes: _ChebyshevNodes, shifts: Tensor, temperature: float | Tensor) -> Tensor:
-    """Compute log-probabilities (b * m, c) of blocks of logits (b, m, c)."""
-    z = z / temperature
-    exp_shifts = nodes.exponentials(shifts, temperature)
-    inverse = 1 / nodes.normalizers(z.exp(), exp_shifts)
-    weighted = (inverse[:, :, None, :] * nodes.weights[..., None]).flatten(2)  # (b, m, J S)
-    return (z + torch.bmm(weighted, exp_shifts.flatten(1, 2)).log() - log(len(shifts))).flatten(0, 1)
+def _block_log_probs(
+    z: Tensor,
+    t: Tensor,
+    nodes: _ChebyshevNodes,
+    shifts: _RelativeShifts,
+    temperature: float | Tensor,
+    tolerance: float,
+) -> Tensor:
+    """Compute log-probabilities (b * m, c) of narrow blocks of logits (b, m, c) with t (b, m)."""
+    exp_shifts, scaled = nodes.exponentials(shifts, temperature), z / temperature
+    normalizers = nodes.normalizers(scaled.exp(), exp_shifts)
+    weighted = ((1 / normalizers)[:, :, None, :] * nodes.weights[..., None]).flatten(2)  # (b, m, J S)
+    sums = torch.bmm(weighted, exp_shifts.flatten(1, 2))
+    if _are_precise(sums, normalizers):
+        return sums.log_().add_(scaled).sub_(log(len(shifts.largest))).flatten(0, 1)
+    return _narrow_log_probs(z, t, shifts, temperature, tolerance)
+
+
+def _narrow_log_probs(
+    z: Tensor, t: Tensor, shifts: _RelativeShifts, temperature: float | Tensor, tolerance: float
+) -> Tensor:
+    """Compute `_block_log_probs` of blocks that are too wide: in smaller blocks, or without interpolation."""
+    if z.shape[1] > _SMALL_BLOCK_SIZE:
+        narrow_z, narrow_t = (values.reshape(-1, _SMALL_BLOCK_SIZE, *values.shape[2:]) for values in (z, t))
+        return _blocks_log_probs(narrow_z, narrow_t, shifts, temperature, tolerance)
+    rows = []
+    if z.shape[1] > 1:
+        z, t = z.flatten(0, 1)[:, None], t.flatten()[:, None]
+        for part in chunk_slices(len(z), shifts.values.numel()):
+            nodes = _ChebyshevNodes.exactly(t[part, 0])
+            rows.append(_block_log_probs(z[part], t[part], nodes, shifts, temperature, tolerance))
+        return torch.cat(rows)
+    return log_mean_softmax(z + t[:, :, None] * (shifts.values + shifts.largest[:, None]), temperature)
+
+
+def _groups_of_blocks(blocks: slice, size: int, shifts: _RelativeShifts) -> Iterator[slice]:
+    """Yield slices of blocks of `size` samples, so that no step needs more than about `_CHUNK` numbers."""
+    draws, classes = shifts.values.shape
+    for group in chunk_slices(blocks.stop - blocks.start, _NODES * (draws + size) * (classes + draws)):
+        yield slice(blocks.start + group.start, blocks.start + group.stop)
+
+
+def _as_float(temperature: float | Tensor) -> float:
+    return float(torch.as_tensor(temperature).detach())

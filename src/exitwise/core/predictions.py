@@ -5,9 +5,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from exitwise.core.errors import InputError
+from exitwise.core.exit_prediction import Array as Array
+from exitwise.core.exit_prediction import ExitPrediction as ExitPrediction
+from exitwise.core.summaries import OF_TRUE_LABEL, SUMMARIES, brier, true_label_rank
+from exitwise.core.summaries import log_true as log_true
+from exitwise.core.summaries import negative_entropy as negative_entropy
 from exitwise.core.ties import break_ties
 
 if TYPE_CHECKING:
@@ -15,58 +19,26 @@ if TYPE_CHECKING:
 
 NEEDS_DRAWS = "needs draws: choose a method with Laplace or MC dropout, without product of experts"
 
-Array = NDArray[Any]
-
-_MAX_CACHED_VALUES = 100_000_000  # probabilities kept in memory; above this, exits are recomputed in every pass
-
-
-class ExitPrediction:
-    """Prediction of one exit on n samples.
-
-    Args:
-        probs: Probabilities (n, c).
-        log_probs: Their logarithms (n, c). By default computed from `probs` on first use, since most scores do not need
-            them; a zero then counts as the smallest normal number.
-        variance: Variance over draws (n,), None for methods without draws.
-    """
-
-    def __init__(self, probs: Array, log_probs: Array | None = None, variance: Array | None = None) -> None:
-        self.probs = probs
-        self.variance = variance
-        self._log_probs = log_probs
-
-    @property
-    def log_probs(self) -> Array:
-        """Log-probabilities (n, c)."""
-        if self._log_probs is None:
-            self._log_probs = np.log(np.maximum(self.probs, np.finfo(self.probs.dtype).tiny))
-        return self._log_probs
-
-    @classmethod
-    def from_log_probs(cls, log_probs: Array) -> "ExitPrediction":
-        """Make a prediction from log-probabilities (n, c)."""
-        return cls(np.exp(log_probs), log_probs)
-
-    def with_variance(self, variance: Array) -> "ExitPrediction":
-        """Return the prediction with the variance over draws (n,)."""
-        return ExitPrediction(self.probs, self._log_probs, variance)
-
-    def take(self, rows: Array) -> "ExitPrediction":
-        """Return the prediction for some samples, by their positions, without the variance."""
-        return ExitPrediction(self.probs[rows], None if self._log_probs is None else self._log_probs[rows])
+_MAX_CACHED_VALUES = 25_000_000  # probabilities kept in memory; above this, exits are recomputed in every pass
 
 
 class Predictions:
     """Probabilities (K, n, c) of K exits on n samples and c classes, computed exit by exit on first use.
 
-    Up to 1e8 values are cached. Above 1e8 values nothing is cached: iterate over `exits()` to hold one exit at a time;
-    results of `reduce` are still cached. `Predictions.of` makes predictions from an array of probabilities.
+    Up to 2.5e7 values are cached. Above that nothing is cached: iterate over `exits()` to hold one exit at a time.
+    Results of `reduce` are still cached, and so are the summaries (K, n) that evaluation and policies need; the
+    predictions of a calibration compute all of these in one pass over blocks of samples. `Predictions.of` makes
+    predictions from an array of probabilities.
 
     Args:
         shape: (K, n, c).
         exits: Function that returns an iterator over the K exits; called again for every pass if nothing is cached.
         variance: Function from classes (K, n) to the variance over draws (K, n) of their probabilities; None for
             methods without draws.
+        summarize: Function that computes summaries (K, n) by their `reduce` key in one pass, see `core.summaries`;
+            called once, if nothing is cached.
+        labels: True classes (n,) that the summaries include metrics of.
+        keep: Whether probabilities may be cached; otherwise summaries are used for any number of values.
 
     Example:
         >>> import exitwise as ew
@@ -82,8 +54,13 @@ class Predictions:
         shape: tuple[int, int, int],
         exits: Callable[[], Iterator[ExitPrediction]],
         variance: Callable[[Array], Array] | None = None,
+        summarize: Callable[[], Mapping[str, Array]] | None = None,
+        labels: Array | None = None,
+        keep: bool = True,
     ) -> None:
         self.shape = shape
+        self._compute_summaries, self._labels, self._keep = summarize, labels, keep
+        self._has_summaries = False
         self._compute_exits = exits
         self._compute_variance = variance
         self._exits: list[ExitPrediction] | None = None
@@ -162,8 +139,44 @@ class Predictions:
             variance: Give `function` the variance over draws, too.
         """
         if key not in self._reduced:
+            self._reduce_in_one_pass()
+        if key not in self._reduced:
             self._reduced[key] = np.stack([function(exit) for exit in self.exits(variance)])
         return self._reduced[key]
+
+    def reduce_with_labels(self, labels: Array) -> tuple[Array, Array, Array]:
+        """Return log p(true label), the rank of the true label and the Brier score (K, n), from labels (n,)."""
+        if self._labels is not None and np.array_equal(labels, self._labels):
+            self._reduce_in_one_pass()
+            if self._reduced.keys() >= OF_TRUE_LABEL:
+                return self._reduced["log_true"], self._reduced["rank"], self._reduced["brier"]
+        rows = [
+            (log_true(pred.log_probs, labels), true_label_rank(pred.log_probs, labels), brier(pred.probs, labels))
+            for pred in self.exits()
+        ]
+        values = tuple(np.stack(column) for column in zip(*rows, strict=True))
+        if self._labels is None or np.array_equal(labels, self._labels):
+            self._labels = labels.copy()
+            self._reduced |= dict(zip(("log_true", "rank", "brier"), values, strict=True))
+        return values[0], values[1], values[2]
+
+    @property
+    def largest(self) -> Array:
+        """Largest probability of each sample at every exit (K, n), the confidence without broken ties."""
+        return self.reduce("largest", max_prob)
+
+    @property
+    def _is_summarized(self) -> bool:
+        """Whether summaries are used instead of cached probabilities."""
+        is_large = not self._keep or int(np.prod(self.shape)) > _MAX_CACHED_VALUES
+        return self._compute_summaries is not None and is_large
+
+    def _reduce_in_one_pass(self) -> None:
+        """Compute all summaries, the first time and if they are used."""
+        if self._is_summarized and not self._has_summaries:
+            assert self._compute_summaries is not None
+            self._reduced = {**self._compute_summaries(), **self._reduced}
+            self._has_summaries = True
 
     def take(self, samples: Array) -> "Predictions":
         """Return the predictions (K, m, c) for a subset of the samples.
@@ -180,8 +193,19 @@ class Predictions:
             assert self.variance is not None
             return self.variance[:, rows]
 
-        shape = (self.shape[0], len(rows), self.shape[2])
-        return Predictions(shape, exits, None if self._compute_variance is None else variance)
+        def summaries() -> Mapping[str, Array]:
+            self._reduce_in_one_pass()
+            known = (SUMMARIES | OF_TRUE_LABEL) & self._reduced.keys()
+            return {key: self._reduced[key][:, rows] for key in known}
+
+        return Predictions(
+            (self.shape[0], len(rows), self.shape[2]),
+            exits,
+            None if self._compute_variance is None else variance,
+            summaries if self._is_summarized else None,
+            None if self._labels is None else self._labels[rows],
+            keep=not self._is_summarized,
+        )
 
     @property
     def predicted(self) -> Array:
@@ -215,11 +239,6 @@ def max_prob(pred: ExitPrediction) -> Array:
     return np.asarray(pred.probs.max(axis=1))
 
 
-def negative_entropy(pred: ExitPrediction) -> Array:
-    """Return sum p log p over the classes of each sample (n,)."""
-    return np.asarray(np.einsum("nc,nc->n", pred.probs, pred.log_probs))
-
-
 def _predict_classes(pred: ExitPrediction) -> Array:
     """Return the most probable class of each sample (n,)."""
     return np.asarray(pred.log_probs.argmax(axis=1))
@@ -228,6 +247,7 @@ def _predict_classes(pred: ExitPrediction) -> Array:
 # Reductions computed in every streaming pass over predictions too large to cache, by `reduce` key.
 STREAMED_REDUCTIONS: Mapping[str, Callable[[ExitPrediction], Array]] = {
     "predicted": _predict_classes,
+    "largest": max_prob,
     "confidence": lambda pred: break_ties(max_prob(pred), pred.probs),
     "entropy": lambda pred: break_ties(negative_entropy(pred), pred.probs),
 }
@@ -266,8 +286,3 @@ def check_labels(labels: object, samples: int, classes: int) -> Array:
     if samples and not 0 <= array.min() <= array.max() < classes:
         raise InputError(f"`labels` must lie in 0..{classes - 1}, but reach from {array.min()} to {array.max()}")
     return array
-
-
-def log_true(log_probs: Array, labels: Array) -> Array:
-    """Return log p(true label) (n,) from log-probabilities (n, c) and labels (n,); its mean is minus the NLPD."""
-    return np.asarray(log_probs[np.arange(len(labels)), labels])

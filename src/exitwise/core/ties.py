@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_HASHED_VALUES = 4_000_000  # probabilities hashed at a time
+_MAX_HASHED_VALUES = 1 << 16  # probabilities hashed at a time, so that intermediate results stay in a cache
 _SMALLEST_SPREAD = 2.0**-151  # a quarter of the smallest float32, for scores at or near zero
 
 

@@ -8,8 +8,11 @@ import numpy as np
 from exitwise.core.predictions import Array, Predictions, check_labels, to_array
 from exitwise.core.results import Result, to_jsonable
 from exitwise.policies.abstention import Abstention
+from exitwise.policies.learned_score import summaries_of
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for, probs_at_exits
+
+_MAX_VALUES = 4_000_000  # samples times classes whose sets are in memory at once
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,7 @@ def evaluate_sets(sets: PredictionSets, preds: Any, labels: Any, *, policy: Poli
     labels = check_labels(to_array("labels", labels), *preds.shape[1:])
     check_fitted_for(sets, policy, preds.shape[2])
     exits = policy.exits(preds)
-    masks = sets.masks(probs_at_exits(preds, exits), exits)
-    covered, sizes = masks[np.arange(len(labels)), labels], masks.sum(axis=1)
+    covered, sizes = covered_and_sizes(sets, preds, exits, labels)
     return SetEvaluation(
         samples=len(labels),
         coverage=float(covered.mean()),
@@ -101,6 +103,25 @@ def evaluate_sets(sets: PredictionSets, preds: Any, labels: Any, *, policy: Poli
         by_exit=tuple(SetGroup.of(covered[exits == k], sizes[exits == k]) for k in range(preds.shape[0])),
         by_class=tuple(SetGroup.of(covered[labels == c], sizes[labels == c]) for c in range(preds.shape[2])),
     )
+
+
+def covered_and_sizes(sets: PredictionSets, preds: Predictions, exits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return whether the set of each sample holds its label, and how many classes it holds, (n,) each.
+
+    Args:
+        sets: The sets.
+        preds: Predictions (K, n, c).
+        exits: Exit (n,) that each sample takes.
+        labels: True classes (n,).
+    """
+    probs = probs_at_exits(preds, exits)
+    covered, sizes = np.empty(len(labels), dtype=bool), np.empty(len(labels), dtype=np.int64)
+    rows = max(1, _MAX_VALUES // probs.shape[1])
+    for start in range(0, len(labels), rows):
+        part = slice(start, start + rows)
+        masks = sets.masks(probs[part], exits[part])
+        covered[part], sizes[part] = masks[np.arange(len(masks)), labels[part]], masks.sum(axis=1)
+    return covered, sizes
 
 
 @dataclass(frozen=True)
@@ -215,12 +236,12 @@ def evaluate_abstention(
     preds = Predictions.of(preds)
     labels = check_labels(to_array("labels", labels), *preds.shape[1:])
     exits = policy.exits(preds)
-    probs = probs_at_exits(preds, exits)
-    wrong = probs.argmax(axis=1) != labels
+    top = summaries_of(preds)[exits, np.arange(len(labels))]
+    confidence, wrong = top[:, 0], top[:, 3] != labels
     abstained = np.zeros(len(labels), dtype=bool)
     if abstention is not None:
         check_fitted_for(abstention, policy)
-        abstained = abstention.mask(probs, exits)
+        abstained = abstention.mask_at_exits(preds, exits)
     answered = ~abstained
     costs = None if policy.costs is None else np.asarray(policy.costs)
     return AbstentionEvaluation(
@@ -232,5 +253,5 @@ def evaluate_abstention(
         answered_by_exit=tuple(
             float(answered[exits == k].mean()) if (exits == k).any() else None for k in range(preds.shape[0])
         ),
-        curve=risk_curve(probs.max(axis=1), wrong),
+        curve=risk_curve(confidence, wrong),
     )

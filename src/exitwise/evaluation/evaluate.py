@@ -93,17 +93,9 @@ class PerSampleMetrics:
 
     @classmethod
     def of(cls, preds: Predictions, labels: Array) -> "PerSampleMetrics":
-        """Compute the metrics in one pass over the exits, from predictions (K, n, c) and labels (n,)."""
-        rows = [
-            (
-                pred.probs.max(axis=1),
-                metrics.true_label_rank(pred.log_probs, labels),
-                metrics.log_prob_true(pred.log_probs, labels),
-                metrics.brier(pred.probs, labels),
-            )
-            for pred in preds.exits()
-        ]
-        return cls(*(np.stack(column) for column in zip(*rows, strict=True)))
+        """Compute the metrics in one pass, from predictions (K, n, c) and labels (n,)."""
+        log_true, rank, brier = preds.reduce_with_labels(labels)
+        return cls(preds.largest, rank, log_true, brier)
 
     @cached_property
     def per_exit(self) -> tuple[Metrics, ...]:

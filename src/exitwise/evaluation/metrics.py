@@ -6,11 +6,13 @@ import numpy as np
 
 from exitwise.core.predictions import Array
 from exitwise.core.predictions import check_labels as check_labels
-from exitwise.core.predictions import log_true as _log_true
 from exitwise.core.stopping import StoppingRanks as StoppingRanks
 from exitwise.core.stopping import find_ties as _find_ties
 from exitwise.core.stopping import sorted_auroc as _sorted_auroc
 from exitwise.core.stopping import stopping_is_right as stopping_is_right
+from exitwise.core.summaries import brier as _brier
+from exitwise.core.summaries import log_true as _log_true
+from exitwise.core.summaries import true_label_rank as _true_label_rank
 
 BINS = 10
 
@@ -54,12 +56,7 @@ def true_label_rank(log_probs: Array, labels: Array) -> Array:
         >>> ew.metrics.true_label_rank(np.log([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), np.array([0, 2])).tolist()
         [0, 2]
     """
-    true = _log_true(log_probs, labels)[:, None]
-    ranks = (log_probs > true).sum(axis=1)
-    tied = np.flatnonzero((log_probs == true).sum(axis=1) > 1)
-    equal = (log_probs[tied] == true[tied]) & (np.arange(log_probs.shape[1]) < labels[tied, None])
-    ranks[tied] += equal.sum(axis=1)
-    return np.asarray(ranks)
+    return _true_label_rank(log_probs, labels)
 
 
 log_true = log_prob_true
@@ -82,7 +79,7 @@ def brier(probs: Array, labels: Array) -> Array:
         >>> ew.metrics.brier(np.array([[0.5, 0.5], [0.0, 1.0]]), np.array([0, 0])).tolist()
         [0.5, 2.0]
     """
-    return np.asarray(np.einsum("nc,nc->n", probs, probs) - 2 * probs[np.arange(len(labels)), labels] + 1)
+    return _brier(probs, labels)
 
 
 def bin_of(confidence: Array, bins: int = BINS) -> Array:

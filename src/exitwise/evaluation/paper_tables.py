@@ -2,12 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from exitwise.calibration.calibration import Calibration
+from exitwise.calibration.calibration import Calibration, predict_together
 from exitwise.calibration.laplace import Mode
 from exitwise.calibration.methods import METHODS, OURS, VANILLA
 from exitwise.calibration.trace import Trace
@@ -15,6 +15,7 @@ from exitwise.calibration.tuning import SearchKind, Tuner, resolve_num_draws
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
 from exitwise.core.results import Result, RowTable
+from exitwise.core.summaries import OF_CONFIDENCE, OF_TRUE_LABEL, SUMMARIES
 from exitwise.evaluation.evaluate import BudgetCurve, budget_curve
 from exitwise.policies.policy import sweep
 
@@ -103,12 +104,14 @@ def _latex_name(method: str) -> str:
 
 @dataclass(frozen=True)
 class PaperTables:
-    """Both tables, with the calibrations and budget curves that they were computed from."""
+    """Both tables, with the calibrations, predictions and budget curves that they were computed from."""
 
     ablation: Table
     decisions: Table
     calibrations: dict[str, Calibration]
     curves: dict[str, BudgetCurve]
+    val_preds: dict[str, Predictions] = field(default_factory=dict)
+    test_preds: dict[str, Predictions] = field(default_factory=dict)
 
 
 def ablation(
@@ -215,6 +218,7 @@ def make_paper_tables(
     budget_range: tuple[float, float] | None = None,
     methods: Iterable[str] = METHODS,
     calibrations: Mapping[str, Calibration] | None = None,
+    detailed: Collection[str] = (),
 ) -> PaperTables:
     """Calibrate, predict, sweep and evaluate with every method, and compute both tables.
 
@@ -224,9 +228,10 @@ def make_paper_tables(
         budget_range: Costs over which to average; by default the trace's.
         methods: Names of the methods of the ablation.
         calibrations: Calibrations that exist already, by method; they are used unchanged.
+        detailed: Methods whose predictions are used further, for more than these tables.
 
     Returns:
-        Both tables, with the calibrations and budget curves.
+        Both tables, with the calibrations, predictions and budget curves.
 
     Raises:
         InputError: If the trace has no test split, or the budget range is invalid.
@@ -241,14 +246,14 @@ def make_paper_tables(
     # The full method first: its search fills the tables that hold the grid points of the others.
     full_method_first = sorted(names, key=lambda name: name != full_method)
     used = {name: existing.get(name) or tuner.calibrate(name) for name in full_method_first}
+    # One pass over each split serves all methods.
+    keys = {name: SUMMARIES if name in detailed else OF_CONFIDENCE for name in names}
+    val_keys = {name: keys[name] | OF_TRUE_LABEL if name in detailed else keys[name] for name in names}
+    val_preds = predict_together(used, trace.val, val_keys)
+    test_preds = predict_together(used, trace.test, {name: keys[name] | OF_TRUE_LABEL for name in names})
     curves: dict[str, BudgetCurve] = {}
-    test_preds: dict[str, Predictions] = {}
     for name in names:
-        calibration = used[name]
-        preds = calibration.predict(trace.test)
-        if name in (VANILLA, full_method):
-            test_preds[name] = preds
-        policies = sweep(calibration.predict(trace.val), costs=trace.costs)
+        preds, policies = test_preds[name], sweep(val_preds[name], costs=trace.costs)
         curves[name] = budget_curve(preds, labels=trace.test.labels, policies=policies, costs=trace.costs)
         if name == full_method:
             curves[DECISIONS] = budget_curve(
@@ -276,7 +281,8 @@ def make_paper_tables(
         make_row(OUR_MODEL, full_method, used[full_method]),
     )
     unit = trace.costs.unit
-    return PaperTables(Table(rows, (low, high), unit), Table(decisions, (low, high), unit), used, curves)
+    tables = Table(rows, (low, high), unit), Table(decisions, (low, high), unit)
+    return PaperTables(*tables, used, curves, val_preds, test_preds)
 
 
 def get_budget_range(trace: Trace, budget_range: tuple[float, float] | None) -> tuple[float, float]:

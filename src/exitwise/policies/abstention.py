@@ -17,8 +17,10 @@ from exitwise.core.results import Result
 from exitwise.core.ties import break_ties
 from exitwise.policies.bounds import MeanUpperBound, estimate_samples_needed
 from exitwise.policies.certificate import NotCertifiedError
+from exitwise.policies.learned_score import summaries_of
 from exitwise.policies.policy import Policy, thresholds_to_json
-from exitwise.policies.prediction_sets import are_tuning_samples, check_fitted_for, probs_at_exits
+from exitwise.policies.prediction_sets import are_tuning_samples, check_fitted_for
+from exitwise.policies.scores import exit_scores
 
 PLACES = ("exit", "last")
 _SEQUENCE = 100  # thresholds that are tested for a risk, evenly spaced in the share of answered samples
@@ -110,8 +112,12 @@ class Abstention(Result):
         """Return whether a classifier with this policy abstains (n,), from predictions (K, n, c) of all exits."""
         preds = Predictions.of(preds)
         check_fitted_for(self, policy)
-        exits = policy.exits(preds)
-        return self.mask(probs_at_exits(preds, exits), exits)
+        return self.mask_at_exits(preds, policy.exits(preds))
+
+    def mask_at_exits(self, preds: Predictions, exits: Array) -> Array:
+        """Return whether the classifier abstains (n,), from predictions (K, n, c) and the exit (n,) of each sample."""
+        abstained = confidence_at_exits(preds, exits) < self.threshold
+        return abstained & (exits == self.num_exits - 1) if self.at == "last" else abstained
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict; infinite thresholds are the strings "inf" and "-inf"."""
@@ -131,6 +137,11 @@ class Abstention(Result):
             raise InputError(f"not a usable abstention: {error}") from None
 
 
+def confidence_at_exits(preds: Predictions, exits: Array) -> Array:
+    """Return the confidence (n,), with ties broken, at the exit (n,) that each sample takes."""
+    return np.asarray(exit_scores(preds, "confidence")[exits, np.arange(len(exits))])
+
+
 @dataclass(frozen=True, eq=False)
 class _Outcomes:
     """Confidence (n,) without ties, +inf for samples that are always answered, and errors (n,) if there are labels."""
@@ -140,11 +151,11 @@ class _Outcomes:
 
     @classmethod
     def of(cls, preds: Predictions, labels: Array | None, exits: Array, at: str) -> "_Outcomes":
-        probs = probs_at_exits(preds, exits)
-        confidence = break_ties(probs.max(axis=1), probs)
+        confidence = confidence_at_exits(preds, exits)
         if at == "last":
             confidence = np.where(exits == preds.shape[0] - 1, confidence, inf)
-        return cls(confidence, None if labels is None else probs.argmax(axis=1) != labels)
+        wrong = None if labels is None else summaries_of(preds)[exits, np.arange(len(exits)), 3] != labels
+        return cls(confidence, wrong)
 
     def counts(self, threshold: float) -> Array:
         """Return the number of right and of wrong answers among samples at or above a threshold."""

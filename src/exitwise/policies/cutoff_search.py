@@ -87,9 +87,10 @@ class CutoffSearch:
         path = self._lagrangian_path(name)
         within = [(value, cutoffs) for cutoffs, cost, value in path if cost <= budget * (1 + 1e-12)]
         starts = [cutoffs for _, cutoffs in sorted(within, key=lambda pair: -pair[0])[:2]]
+        distinct = {start.tobytes(): start for start in (*starts, self._geometric_for_budget(budget)[0])}
         results = [
             self._ranking.coordinate_ascent_within(self._values[name], self._costs, budget, start)
-            for start in (*starts, self._geometric_for_budget(budget)[0])
+            for start in distinct.values()
         ]
         return max(results, key=lambda cutoffs: self.mean_value(name, cutoffs))
 

@@ -43,6 +43,12 @@ class ScoreRanking:
         valid[:, 1:-1] = ordered[:, 1:] != ordered[:, :-1]
         return valid
 
+    @cached_property
+    def _invalid_cutoffs(self) -> list[Array | None]:
+        """Positions of the cutoffs that separate ties, for every exit but the last; None without ties."""
+        invalid = [np.flatnonzero(~valid) for valid in self.valid_cutoffs]
+        return [positions if len(positions) else None for positions in invalid]
+
     @property
     def samples(self) -> int:
         """Number of samples, n."""
@@ -56,7 +62,7 @@ class ScoreRanking:
 
     def exits(self, cutoffs: Array) -> Array:
         """Return the exit (n,) that each sample takes."""
-        return np.asarray(self.exit_mask(cutoffs).argmax(axis=0))
+        return first_true(self.exit_mask(cutoffs))
 
     def cutoffs_for_counts(self, counts: Array) -> Array:
         """Return cutoffs at which `counts` (K,) samples exit; none exit where fewer than that remain.
@@ -92,16 +98,17 @@ class ScoreRanking:
 
         Return a local maximum: moving a single cutoff does not increase the sum.
         """
-        cutoffs = cutoffs.copy()
+        cutoffs, unchanged = cutoffs.copy(), 0
         for _ in range(_MAX_SWEEPS):
-            before = cutoffs.copy()
             for k, (sums,) in self._iter_gains([values], cutoffs):
-                sums[~self.valid_cutoffs[k]] = -inf
+                if self._invalid_cutoffs[k] is not None:
+                    sums[self._invalid_cutoffs[k]] = -inf
                 best = int(sums.argmax())
+                unchanged += 1
                 if sums[best] > sums[cutoffs[k]] + 1e-9:
-                    cutoffs[k] = best
-            if (cutoffs == before).all():
-                break
+                    cutoffs[k], unchanged = best, 1
+                if unchanged == len(cutoffs):  # each cutoff is the best one for the others as they are
+                    return cutoffs
         return cutoffs
 
     def coordinate_ascent_within(self, values: Array, costs: Array, budget: float, cutoffs: Array) -> Array:
@@ -109,22 +116,25 @@ class ScoreRanking:
 
         Start from `cutoffs` within the budget. Among equal sums the cheapest is taken.
         """
-        cutoffs = cutoffs.copy()
+        cutoffs, unchanged = cutoffs.copy(), 0
         spent = costs[self.exits(cutoffs)].sum()
         max_cost = budget * self.samples * (1 + 1e-12)
         values_and_costs = [values, np.broadcast_to(costs[:, None], values.shape)]
         for _ in range(_MAX_SWEEPS):
-            before = cutoffs.copy()
             for k, (sums, paid) in self._iter_gains(values_and_costs, cutoffs):
                 current, current_paid = sums[cutoffs[k]], paid[cutoffs[k]]
-                sums[~self.valid_cutoffs[k] | (spent + paid - current_paid > max_cost)] = -inf
+                sums[spent + paid - current_paid > max_cost] = -inf
+                if self._invalid_cutoffs[k] is not None:
+                    sums[self._invalid_cutoffs[k]] = -inf
                 equal = np.flatnonzero(sums >= sums.max() - 1e-9)
                 best = equal[paid[equal].argmin()]
+                unchanged += 1
                 if sums[best] > current + 1e-9 or paid[best] < current_paid - 1e-12 * max_cost:
                     spent += paid[best] - current_paid
+                    unchanged = 1 if best != cutoffs[k] else unchanged
                     cutoffs[k] = best
-            if (cutoffs == before).all():
-                break
+                if unchanged == len(cutoffs):
+                    return cutoffs
         return cutoffs
 
     def _iter_gains(self, values: Sequence[Array], cutoffs: Array) -> Iterator[tuple[int, list[Array]]]:
@@ -133,14 +143,28 @@ class ScoreRanking:
         r is 0..n, and there is one gain for each of the values (K, n). The caller may change `cutoffs` while iterating:
         earlier exits use the change.
         """
-        mask = self.exit_mask(cutoffs)
-        active = np.ones_like(mask)  # samples that reach each exit
-        for k in range(1, len(mask)):
-            np.logical_and(active[k - 1], ~mask[k - 1], out=active[k])
+        # Products with 0 and 1 are exact, and take an eighth of the time of `np.where` with masks without order.
+        continuing = (self.rank >= cutoffs[:, None]).astype(np.float64)
+        active = np.ones_like(continuing)  # samples that reach each exit
+        for k in range(1, len(active)):
+            np.multiply(active[k - 1], continuing[k - 1], out=active[k])
         values_later = [value[-1] for value in values]  # of samples that continue
         for k in reversed(range(len(cutoffs))):
             pairs = list(zip(values, values_later, strict=True))
-            gains = [np.where(active[k], value[k] - later, 0.0)[self.order[k]] for value, later in pairs]
+            gains = [((value[k] - later) * active[k]).take(self.order[k], mode="clip") for value, later in pairs]
             yield k, [np.concatenate([[0.0], gain.cumsum()]) for gain in gains]
-            exiting = self.rank[k] < cutoffs[k]
-            values_later = [np.where(exiting, value[k], later) for value, later in pairs]
+            if k == 0:
+                return
+            stays = (self.rank[k] >= cutoffs[k]).astype(np.float64)
+            exiting = 1 - stays
+            values_later = [value[k] * exiting + later * stays for value, later in pairs]
+
+
+def first_true(mask: Array) -> Array:
+    """Return the first exit (n,) at which a mask (K, n) is true, whose last row is true throughout."""
+    first = np.zeros(mask.shape[1], dtype=np.int64)
+    none_yet = np.ones(mask.shape[1], dtype=bool)
+    for row in mask[:-1]:
+        none_yet &= ~row
+        first += none_yet
+    return first

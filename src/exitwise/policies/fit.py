@@ -16,6 +16,7 @@ from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.policies.certificate import RISKS, Certificate
 from exitwise.policies.certify import PolicyOutcomes, nested_cheaper_policies, select_certified
 from exitwise.policies.cutoff_search import CutoffSearch
+from exitwise.policies.cutoffs import first_true
 from exitwise.policies.learned_score import split_folds
 from exitwise.policies.policy import OBJECTIVES, Policy, PolicyFit, check_costs
 from exitwise.policies.score_choice import compute_true_values, fit_score
@@ -463,7 +464,7 @@ class PolicyFitter:
             exits = np.empty(len(self._samples), dtype=np.int64)
             for search, inside in self._folds:
                 thresholds = np.asarray(search.thresholds(search.find_cutoffs(name, budget)))
-                exits[inside] = (self._scores[:, inside] >= thresholds[:, None]).argmax(axis=0)
+                exits[inside] = first_true(self._scores[:, inside] >= thresholds[:, None])
             self._cross_fitted[budget, name] = exits
         return self._cross_fitted[budget, name]
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from exitwise.core.checks import is_number
 from exitwise.core.errors import InputError, shorten
-from exitwise.core.predictions import Array, ExitPrediction, Predictions, log_true
+from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.stopping import stopping_is_right, stopping_target
+from exitwise.core.summaries import top_three
 
 ScoreState = Array | None  # (n, m): what a score carries from exit to exit; None if nothing
 
@@ -131,16 +132,7 @@ def summarize(pred: ExitPrediction) -> Array:
 
     Missing probabilities of nets with fewer than three classes are 0.
     """
-    probs = pred.probs
-    classes = probs.shape[1]
-    summary = np.zeros((len(probs), 4))
-    if classes > 3 and len(probs) > 1:  # sorting a single sample is faster
-        probs_by_size = np.partition(probs, (classes - 3, classes - 2, classes - 1), axis=1)
-    else:
-        probs_by_size = np.sort(probs, axis=1)
-    summary[:, : min(classes, 3)] = probs_by_size[:, :-4:-1]
-    summary[:, 3] = probs.argmax(axis=1)
-    return summary
+    return top_three(pred.probs)
 
 
 def _list_features(summary: Array, state: ScoreState) -> list[Array]:
@@ -203,7 +195,7 @@ def cross_fit(preds: Predictions, labels: Array) -> tuple[LearnedScore, Array]:
     summaries, fold_of_sample = summaries_of(preds), split_folds(samples, exits)
     correct = np.asarray(preds.predicted == labels)
     right = stopping_is_right(correct)
-    target = stopping_target(correct, np.stack([log_true(pred.log_probs, labels) for pred in preds.exits()]))
+    target = stopping_target(correct, preds.reduce_with_labels(labels)[0])
     scores = summaries[:, :, 0].copy()
     learned: list[tuple[float, ...] | None] = [None] * exits
     for k in range(exits - 1 if fold_of_sample is not None else 0):

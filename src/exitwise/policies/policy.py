@@ -17,6 +17,7 @@ from exitwise.core.predictions import Array, ExitPrediction, Predictions
 from exitwise.core.results import Result
 from exitwise.core.ties import break_ties
 from exitwise.policies.certificate import RISKS, Guarantee
+from exitwise.policies.cutoffs import first_true
 from exitwise.policies.learned_score import LearnedScore, ScoreState
 from exitwise.policies.score_choice import fit_score
 from exitwise.policies.scores import LEARNED, LEARNED_SCALE, SCORES, check_score, exit_scores
@@ -383,7 +384,7 @@ def thresholds_for_counts(scores: Array, counts: Sequence[int]) -> tuple[float, 
 
 def first_exits(scores: Array, thresholds: Array) -> Array:
     """Return the first exit (n,) whose score (K, n) reaches its threshold (K,)."""
-    return np.asarray((scores >= thresholds[:, None]).argmax(axis=0))
+    return first_true(scores >= thresholds[:, None])
 
 
 def check_costs(costs: Costs | Sequence[float] | None, exits: int) -> Costs:

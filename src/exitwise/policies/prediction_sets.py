@@ -19,6 +19,7 @@ from exitwise.policies.policy import Policy, thresholds_to_json
 
 SET_SCORES = ("thr", "aps", "raps")
 GROUPINGS = ("all", "exit", "class")
+_MAX_VALUES = 4_000_000  # samples times classes whose scores are in memory at once
 _MAX_LISTED = 5  # groups that an error message names
 
 
@@ -303,7 +304,11 @@ def fit_sets(
             stacklevel=2,
         )
     probs = probs_at_exits(preds, exits)
-    scores = _class_scores(probs, score, penalty, penalty_rank, randomized)[np.arange(num_samples), labels]
+    scores, rows = np.empty(num_samples), max(1, _MAX_VALUES // num_classes)
+    for start in range(0, num_samples, rows):
+        part = slice(start, start + rows)
+        values = _class_scores(probs[part], score, penalty, penalty_rank, randomized)
+        scores[part] = values[np.arange(len(values)), labels[part]]
     groups = {"all": np.zeros(num_samples, dtype=np.int64), "exit": exits, "class": labels}[per]
     num_groups = {"all": 1, "exit": num_exits, "class": num_classes}[per]
     needed = reachable_exits(policy) if per == "exit" else np.ones(num_groups, dtype=bool)

@@ -7,7 +7,7 @@ import numpy as np
 
 from exitwise.core.costs import Costs, evenly_spaced_budgets
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array, Predictions, check_labels, log_true
+from exitwise.core.predictions import Array, Predictions, check_labels
 from exitwise.core.stopping import StoppingRanks, share_below, stopping_is_right
 from exitwise.policies.cutoff_search import CutoffSearch
 from exitwise.policies.learned_score import LearnedScore, cross_fit
@@ -89,7 +89,7 @@ def compute_true_values(preds: Predictions, labels: Array, objective: str) -> Ar
     """Return (K, n) whether each exit is correct, or log p(true label)."""
     if objective == "accuracy":
         return np.asarray(preds.predicted == labels, dtype=np.float64)
-    return np.stack([log_true(pred.log_probs, labels) for pred in preds.exits()]).astype(np.float64)
+    return preds.reduce_with_labels(labels)[0].astype(np.float64)
 
 
 def _choose_score(preds: Predictions, labels: Array, costs: Costs, objective: str) -> FittedScore:

@@ -110,11 +110,15 @@ def build_report(
     other_runs = [_compare_run(Run(path), method, budgets[0][0].unit) for path in options.against]
     progress(f"calibrating with {len(usable_methods(trace))} methods")
     if paper_tables is None:
-        paper_tables = make_paper_tables(trace, tuner, calibrations=_load_matching_calibrations(saved, run, trace))
-    vanilla = EvaluatedModel.of(CalibratedSplits(paper_tables.calibrations[VANILLA], trace.val, None), trace.test)
+        calibrations = _load_matching_calibrations(saved, run, trace)
+        paper_tables = make_paper_tables(trace, tuner, calibrations=calibrations, detailed=(VANILLA, method.name))
+    progress("predicting with the vanilla and the calibrated net")
+    vanilla = _evaluate_tabulated(paper_tables, VANILLA, trace.val, trace.test)
     chosen = _matching_choice(run, method)
-    if chosen is None:
-        calibration = paper_tables.calibrations.get(method.name) or saved or tuner.calibrate(method)
+    if chosen is None and method.name in paper_tables.calibrations:
+        ours = _evaluate_tabulated(paper_tables, method.name, trace.val, trace.test)
+    elif chosen is None:
+        calibration = saved or tuner.calibrate(method)
         ours = EvaluatedModel.of(CalibratedSplits(calibration, trace.val, None), trace.test)
     else:
         ours = EvaluatedModel.of(_chosen_splits(trace, chosen), trace.test)
@@ -217,6 +221,12 @@ def _load_matching_calibrations(saved: Calibration | None, run: Run, trace: Trac
             if cal is not None and (cal.mode, cal.settings) == (saved.mode, saved.settings)
         },
     }
+
+
+def _evaluate_tabulated(tables: PaperTables, name: str, val: Split, test: Split) -> EvaluatedModel:
+    """Evaluate a calibration of the tables, with the predictions that they were computed from."""
+    splits = CalibratedSplits(tables.calibrations[name], val, None, val_preds=tables.val_preds.get(name))
+    return EvaluatedModel.of(splits, test, tables.test_preds.get(name))
 
 
 def _matching_choice(run: Run, method: Method) -> ChosenClassifier | None:

@@ -25,9 +25,9 @@ class EvaluatedModel:
     per_sample: PerSampleMetrics
 
     @classmethod
-    def of(cls, splits: CalibratedSplits, test: Split) -> "EvaluatedModel":
-        """Evaluate a calibration on the test split."""
-        preds = splits.calibration.predict(test)
+    def of(cls, splits: CalibratedSplits, test: Split, preds: Predictions | None = None) -> "EvaluatedModel":
+        """Evaluate a calibration on the test split, from its predictions if they are known."""
+        preds = splits.calibration.predict(test) if preds is None else preds
         return cls(splits, preds, PerSampleMetrics.of(preds, test.labels.numpy()))
 
     def stopping_ranks(self, policy: Policy) -> StoppingRanks:

@@ -12,8 +12,15 @@ from exitwise.core.checks import check_between, check_choice
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Predictions
 from exitwise.core.results import Result
-from exitwise.evaluation.answers import AbstentionEvaluation, SetEvaluation, evaluate_abstention, evaluate_sets
+from exitwise.evaluation.answers import (
+    AbstentionEvaluation,
+    SetEvaluation,
+    covered_and_sizes,
+    evaluate_abstention,
+    evaluate_sets,
+)
 from exitwise.policies.abstention import PLACES, Abstention, fit_abstention
+from exitwise.policies.learned_score import summaries_of
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import (
     GROUPINGS,
@@ -21,7 +28,6 @@ from exitwise.policies.prediction_sets import (
     PredictionSets,
     TooFewSamplesError,
     fit_sets,
-    probs_at_exits,
 )
 from exitwise.runtime.engine import AnswerRules
 
@@ -162,8 +168,7 @@ def trade_off(
     rows = []
     for policy in policies:
         exits = policy.exits(preds)
-        probs = probs_at_exits(preds, exits)
-        wrong = probs.argmax(axis=1) != labels
+        wrong = summaries_of(preds)[exits, np.arange(len(labels)), 3] != labels
         answered: list[float | None] = []
         errors: list[float | None] = []
         for share in ANSWERED:
@@ -171,7 +176,7 @@ def trade_off(
             try:
                 if share < 1:
                     abstention = fit_abstention(held_out_preds, policy=policy, share=1 - share, at=options.at)
-                    kept = ~abstention.mask(probs, exits)
+                    kept = ~abstention.mask_at_exits(preds, exits)
             except InputError:  # too few samples reach the last exit
                 answered.append(None)
                 errors.append(None)
@@ -182,15 +187,15 @@ def trade_off(
             sets = _fit_sets(options, policy, held_out_preds, held_out_split)
         except TooFewSamplesError:
             sets = None
-        masks = None if sets is None else sets.masks(probs, exits)
+        covered, sizes = (None, None) if sets is None else covered_and_sizes(sets, preds, exits, labels)
         rows.append(
             TradeOffRow(
                 budget=float(policy.budget or 0.0),
                 cost=float(np.asarray(policy.costs)[exits].mean()),
                 answered=tuple(answered),
                 error=tuple(errors),
-                coverage=None if masks is None else float(masks[np.arange(len(labels)), labels].mean()),
-                mean_size=None if masks is None else float(masks.sum(axis=1).mean()),
+                coverage=None if covered is None else float(covered.mean()),
+                mean_size=None if sizes is None else float(sizes.mean()),
             )
         )
     return tuple(rows)

@@ -95,12 +95,16 @@ class PolicyOptions:
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSplits:
-    """A calibration, its tuning samples, the held-out samples of a certificate, and those of sets and abstention."""
+    """A calibration, its tuning samples, the held-out samples of a certificate, and those of sets and abstention.
+
+    `val_preds` are the predictions on the tuning samples, if they are known.
+    """
 
     calibration: Calibration
     val: Split
     held_out: Split | None
     answers: Split | None = None
+    val_preds: Predictions | None = None
 
     def fit_answers(self, policy: Policy, options: AnswerOptions) -> AnswerRules:
         """Fit prediction sets and abstention on samples that neither calibration nor policy have seen."""
@@ -190,7 +194,7 @@ class CalibratedSplits:
     @cached_property
     def preds(self) -> Predictions:
         """Predictions on the tuning samples."""
-        return self.calibration.predict(self.val)
+        return self.calibration.predict(self.val) if self.val_preds is None else self.val_preds
 
     @cached_property
     def _fitters(self) -> dict[tuple[Costs, str, str], PolicyFitter]:
@@ -395,7 +399,8 @@ def evaluate_run(
         model_options = options if model == method else options.for_baseline(model)
         calibrated = calibrate_run(run, tuner, model, model_options.certificate, options.answers.requested)
         policy = calibrated.fit_policy(costs, budget, model_options, plain)
-        preds = calibrated.calibration.predict(trace.test)
+        is_plain = calibrated.calibration is plain
+        preds = plain_preds if is_plain else calibrated.calibration.predict(trace.test)
         models[model.name] = (policy, evaluate(preds, labels=trace.test.labels, policy=policy, costs=costs))
         losses[model.name] = _test_loss(policy, preds, plain_preds, trace.test, options.risk)
         samples = calibrated.samples
