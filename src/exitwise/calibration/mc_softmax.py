@@ -15,7 +15,7 @@ Blocks depend on the batch, so the same sample in another batch may differ by th
 float32 sums in another order differ by.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import factorial, log, pi
 
@@ -72,10 +72,11 @@ class _SortedBlocks:
         # The last block is padded with copies of the last sample; `join` drops their results.
         padding = self._order[-1:].expand(self.count * self.size - self.samples)
         self._index = torch.cat([self._order, padding])
+        self.positions = self._index.view(self.count, self.size)  # of the samples of every block
 
     def cut(self, values: Tensor) -> Tensor:
         """Reorder values (n, ...) from the caller's order to (blocks, size, ...)."""
-        return values[self._index].view(self.count, self.size, *values.shape[1:])
+        return values[self.positions]
 
     def join(self, values: Tensor) -> Tensor:
         """Reorder values (blocks * size, ...) to (n, ...) in the caller's order."""
@@ -143,14 +144,19 @@ def _split_at_run(num_blocks: int, run: slice) -> list[tuple[slice, bool]]:
 
 
 def grid_log_true(
-    logits: Tensor, labels: Tensor, t: Tensor, shifts: Tensor, temperatures: Tensor, tolerance: float = _TOLERANCE
+    logits: Tensor | Callable[[Tensor], Tensor],
+    labels: Tensor,
+    t: Tensor,
+    shifts: Tensor,
+    temperatures: Tensor,
+    tolerance: float = _TOLERANCE,
 ) -> Tensor:
     """Compute log p(true label) (T, V, n) at every point of a grid, differentiable.
 
     Only the normalizers are interpolated; the exponentials of the true label are computed exactly.
 
     Args:
-        logits: Logits (n, c).
+        logits: Logits (n, c), or a function from positions (m,) to their logits (m, c), of which few are held at once.
         labels: True labels (n,).
         t: sqrt(s(x)) (V, n) for each of V prior variances.
         shifts: Shifts (V, S, c) for each of V prior variances.
@@ -159,13 +165,14 @@ def grid_log_true(
     """
     draws, classes = shifts.shape[1:]
     blocks = _SortedBlocks(t[len(t) // 2])  # one order for all prior variances, which hardly change it
-    z_all = blocks.cut(logits - logits.amax(dim=1, keepdim=True))
     labels_all, t_all = blocks.cut(labels), [blocks.cut(row) for row in t]
     largest = [float(row.detach().abs().max()) for row in shifts]
     numbers = _NODES * draws * (blocks.size + classes) + blocks.size * (classes + len(t) * draws)
     groups = []
     for group in chunk_slices(blocks.count, numbers):
-        z, y = z_all[group], labels_all[group]
+        z = logits(blocks.positions[group].flatten()) if callable(logits) else logits[blocks.positions[group].flatten()]
+        z = (z - z.amax(dim=1, keepdim=True)).view(-1, blocks.size, classes)
+        y = labels_all[group]
         z_true = z.gather(2, y[:, :, None]).squeeze(2)
         t_rows = [row[group] for row in t_all]
         nodes = [_ChebyshevNodes.between(row) for row in t_rows]

@@ -30,18 +30,22 @@ These are nine numbers per exit, so that predictions of the samples they are fit
 new ones, and thresholds can be fitted on them. With many samples and classes, some samples are enough to find d_k. Its
 sum is then one more expert, so that the rules above hold for all samples.
 
-Samples are converted to float64 block by block.
+Samples are converted to float64 block by block. What many samples give to each class is computed anew in every pass, so
+that memory does not grow with them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from exitwise.calibration.bands import NUM_BANDS, LinearUpdate, split_last_layer
 from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
+from exitwise.calibration.exit_objective import block_size
 from exitwise.calibration.trace import HeadWeights
+from exitwise.core.memory import align
 
 OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
 _TAU = 5.0
@@ -54,6 +58,25 @@ _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
 _MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to bring confidence and accuracy together
 _FACTOR_STEPS = 8
+
+
+class Rows(Protocol):
+    """Numbers (n, c), of which rows are taken: a tensor, or what computes them."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+
+
+class _UpdateLogits:
+    """Logits (n, c) of an update, computed from features (n, p) when rows of them are asked for."""
+
+    def __init__(self, update: LinearUpdate, features: Tensor) -> None:
+        self._update, self._features = update, features
+        self.shape = (len(features), update.weight.shape[1])
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        return self._update.logits(align(self._features[samples]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +126,7 @@ class _Objective:
         logits: Logits (n, c) of further experts: of the bands of this exit, or of their sum.
     """
 
-    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor, logits: Sequence[Tensor] = ()) -> None:
+    def __init__(self, log_probs: Sequence[Rows], labels: Tensor, logits: Sequence[Rows] = ()) -> None:
         self._log_probs, self._labels, self._logits = log_probs, labels, logits
         self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
         self.experts = self.exits + len(logits)
@@ -111,20 +134,24 @@ class _Objective:
     def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what the used experts give to each class (k, m, c), and labels (m,), block by block."""
         size = max(1, _BLOCK // (max(1, len(used)) * self.classes))
-        for start in range(0, self.samples, size):
-            part = slice(start, start + size)
-            yield torch.stack([self._expert(j, part) for j in used]).double(), self._labels[part]
+        for part in _ranges((*self._log_probs, *self._logits), len(self._labels)):
+            experts, labels = [self._expert(j, part) for j in used], self._labels[part]
+            for start in range(0, len(labels), size):
+                block = slice(start, start + size)
+                rows = [self._clamp(j, expert[block]) for j, expert in zip(used, experts, strict=True)]
+                yield torch.stack(rows).double(), labels[block]
 
     def _expert(self, j: int, part: slice) -> Tensor:
-        if j < self.exits:
-            return self._log_probs[j][part].clamp(min=MIN_LOG_PROB)
-        return self._logits[j - self.exits][part]
+        return self._log_probs[j][part] if j < self.exits else self._logits[j - self.exits][part]
 
-    def add_expert(self, logits: Tensor) -> "_Objective":
+    def _clamp(self, j: int, rows: Tensor) -> Tensor:
+        return rows.clamp(min=MIN_LOG_PROB) if j < self.exits else rows
+
+    def add_expert(self, logits: Rows) -> "_Objective":
         """Return the objective with one more expert, by its logits (n, c)."""
         return _Objective(self._log_probs, self._labels, (*self._logits, logits))
 
-    def take(self, samples: Tensor, logits: Sequence[Tensor]) -> "_Objective":
+    def take(self, samples: Tensor, logits: Sequence[Rows]) -> "_Objective":
         """Return the objective of some samples, by their positions (m,), with further experts (m, c)."""
         return _Objective([row[samples] for row in self._log_probs], self._labels[samples], logits)
 
@@ -182,6 +209,13 @@ class _Objective:
         for matrix in (hessian, outer):
             matrix[k:, :k] = matrix[:k, k:].T
         return _Sums(loss, gradient, hessian, outer)
+
+
+def _ranges(rows: Sequence[Rows], samples: int) -> Iterator[slice]:
+    """Yield slices of the samples for which rows are computed at once: one slice if all rows are in memory."""
+    is_kept = all(isinstance(row, Tensor) for row in rows)
+    size = max(1, samples) if is_kept else block_size(rows[0].shape[1])
+    return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
 
 
 def _minimize(
@@ -264,7 +298,7 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def fit_pool(
-    log_probs: Sequence[Tensor],
+    log_probs: Sequence[Rows],
     labels: Tensor,
     baseline: float = 1.0,
     last_layers: Sequence[tuple[HeadWeights, Tensor]] | None = None,
@@ -272,7 +306,7 @@ def fit_pool(
     """Fit the pool of every exit.
 
     Args:
-        log_probs: Log-probabilities (n, c) of K exits, each on its own.
+        log_probs: Log-probabilities K x (n, c) of the exits, each on its own: tensors, or what computes rows of them.
         labels: True labels (n,).
         baseline: Weight of an exit alone that no exit's pool may do worse than, besides the best one.
         last_layers: Last layer and features (n, p_k) of every exit, to weight the last layers anew; None for a pool
@@ -304,7 +338,7 @@ def _fit_alone(objective: _Objective, baseline: float) -> _Point:
 
 
 def pool_nlpd(
-    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+    pool: Sequence[ExitWeights], log_probs: Sequence[Rows], labels: Tensor, features: Sequence[Tensor] = ()
 ) -> tuple[float, ...]:
     """Return the NLPD (K,) of every exit's pool; the arguments are those of `pool_log_true`."""
     nlpd: list[float] = (-pool_log_true(pool, log_probs, labels, features).mean(dim=1)).tolist()
@@ -312,7 +346,7 @@ def pool_nlpd(
 
 
 def pool_log_true(
-    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+    pool: Sequence[ExitWeights], log_probs: Sequence[Rows], labels: Tensor, features: Sequence[Tensor] = ()
 ) -> Tensor:
     """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block.
 
@@ -324,13 +358,17 @@ def pool_log_true(
     """
     ensemble, blocks = ENSEMBLES["pool"], []
     size = max(1, _BLOCK // log_probs[0].shape[1])
-    for part in (slice(start, start + size) for start in range(0, len(labels), size)):
-        state, rows = None, []
-        for k, (exit, own) in enumerate(zip(pool, log_probs, strict=True)):
-            exit = exit.at(features[k][part]) if exit.update is not None else exit
-            pooled, state = ensemble.advance_log_probs(state, own[part], exit)
-            rows.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
-        blocks.append(torch.stack(rows))
+    for outer in _ranges(log_probs, len(labels)):
+        exits = [rows[outer] for rows in log_probs]
+        for start in range(outer.start, outer.stop, size):
+            part = slice(start, min(start + size, outer.stop))
+            state, log_true = None, []
+            for k, (exit, own) in enumerate(zip(pool, exits, strict=True)):
+                exit = exit.at(align(features[k][part])) if exit.update is not None else exit
+                own = own[part.start - outer.start : part.stop - outer.start]
+                pooled, state = ensemble.advance_log_probs(state, own, exit)
+                log_true.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
+            blocks.append(torch.stack(log_true))
     return torch.cat(blocks, dim=1)
 
 
@@ -358,14 +396,16 @@ def _add_update(
         and the sum as a function of features; the arguments and None if the pool is better without.
     """
     samples = _choose_samples(len(features), objective.classes)
-    bands = split_last_layer(head, features[samples])
+    bands = split_last_layer(head, align(features[samples]))
     extended = objective.take(samples, bands.logits.unbind())
     start, target = (torch.cat([point.weights, point.weights.new_zeros(NUM_BANDS)]) for point in (best, alone))
     tau_of_bands = torch.cat([tau, tau[-1:].expand(NUM_BANDS)])
     with_bands = [*best.used, *range(objective.exits, extended.experts)]
     without, found = (_minimize(extended, used, start, None, target, tau_of_bands) for used in (best.used, with_bands))
     update = bands.combine(found.weights[objective.exits :])
-    updated = objective.add_expert(update.logits(features))
+    logits = _UpdateLogits(update, features)
+    is_kept = len(features) * objective.classes <= _MAX_BAND_NUMBERS
+    updated = objective.add_expert(logits[:] if is_kept else logits)
     weights = torch.cat([found.weights[: objective.exits], torch.ones(1, dtype=torch.float64)])
     tau_of_update = torch.cat([tau, tau[-1:]])
     point = _minimize(updated, [*best.used, objective.exits], weights, None, weights, tau_of_update)

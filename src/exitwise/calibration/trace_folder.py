@@ -40,8 +40,8 @@ SHARD_ROWS = 32_768
 _HEADS_FORMAT = "exitwise.trace-heads"
 _PROGRESS, _PROGRESS_FORMAT = "progress.json", "exitwise.trace-progress"
 _SUMS, _SUMS_FORMAT = "sums.safetensors", "exitwise.trace-sums"
-_DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
-_INT64 = np.dtype("<i8")
+_DTYPES: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+_INT64: np.dtype[Any] = np.dtype("<i8")
 _SPLITS = ("val", "test")
 _MAX_SHARDS, _MAX_ROWS, _MAX_WIDTH, _MAX_EXITS = 100_000, 1 << 24, 1 << 24, 10_000
 

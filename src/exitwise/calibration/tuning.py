@@ -32,11 +32,11 @@ from exitwise.calibration.cross_validation import (
 )
 from exitwise.calibration.dropout import DropoutMasks
 from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
-from exitwise.calibration.exit_objective import ExitObjective
+from exitwise.calibration.exit_objective import ExitObjective, LogProbRows
 from exitwise.calibration.laplace import MANY_CLASSES, MODES, CurvatureEigen, Mode
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, Method, get_method, is_auto
-from exitwise.calibration.pool import fit_pool, pool_nlpd
+from exitwise.calibration.pool import Rows, fit_pool, pool_nlpd
 from exitwise.calibration.trace import Trace
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
@@ -46,6 +46,8 @@ from exitwise.core.seeds import as_generator
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
 PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
 TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # for methods that do not tune them
+
+_MAX_POOLED = 1 << 28  # log-probabilities of all exits that are kept while a pool is fitted; more are computed anew
 
 _TIE = 5e-7  # NLPDs closer than this are equal within float32 rounding
 
@@ -198,10 +200,12 @@ class Tuner:
         )
         pool, val_nlpd = None, tuple(tuning.values)
         if is_fitted:
-            log_probs = [
-                objective.all_log_probs(*point) for objective, point in zip(objectives, tuning.points, strict=True)
-            ]
             val = self.trace.val
+            is_kept = len(objectives) * len(val) * self.trace.num_classes <= _MAX_POOLED
+            log_probs: list[Rows] = [
+                objective.all_log_probs(*point) if is_kept else LogProbRows(objective, *point)
+                for objective, point in zip(objectives, tuning.points, strict=True)
+            ]
             last_layers = [(objective.head, objective.features) for objective in objectives]
             pool = fit_pool(log_probs, val.labels, last_layers=last_layers if method.tune_weights else None)
             val_nlpd = pool_nlpd(pool, log_probs, val.labels, val.features)
@@ -275,7 +279,7 @@ class _SequentialTuning:
         self.points: list[tuple[float, float]] = []
         self.values: list[float] = []
         # State of the ensemble of the exits chosen so far: of the true label (n,), or of all classes (n, c) if the
-        # ensemble is not elementwise.
+        # ensemble is not elementwise and the samples are few.
         self._state: Any = None
 
     @property
@@ -312,7 +316,11 @@ class _SequentialTuning:
 
     def _add_exit(self, log_probs: Tensor, part: slice = slice(None)) -> Tensor:
         """Return log p of the ensemble with the next exit, from that exit's log p for the samples in `part`."""
-        return self._advance(log_probs, None if self._state is None else self._state[part])[0]
+        return self._advance(log_probs, self._state_at(part))[0]
+
+    def _state_at(self, part: slice) -> Any:
+        """Return the state of the ensemble of the exits chosen so far, for the samples in `part`."""
+        return None if self._state is None else self._state[part]
 
     def _advance(self, log_probs: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self._ensemble is None or self._weights is None:
@@ -321,7 +329,12 @@ class _SequentialTuning:
 
 
 class _AllClassesTuning(_SequentialTuning):
-    """Sequential tuning of an ensemble that is not elementwise, such as PoE: it needs all classes (n, c)."""
+    """Sequential tuning of an ensemble that is not elementwise, such as PoE: it needs all classes (n, c).
+
+    Of many samples, the state of the ensemble is computed anew from the chosen exits, block by block.
+    """
+
+    _block_state: tuple[slice, Any] | None = None  # the state that was computed last, for one block
 
     def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
         total = np.zeros((len(temperatures), len(prior_vars)))
@@ -335,8 +348,33 @@ class _AllClassesTuning(_SequentialTuning):
     def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
         return self._ensemble_log_true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
 
+    def choose(self, point: tuple[float, float], value: float) -> None:
+        self._block_state = None
+        if self.exit.is_kept:
+            super().choose(point, value)
+        else:
+            self.points.append(point)
+            self.values.append(value)
+
     def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
         return self.exit.all_log_probs(temperature, prior_var)
+
+    def _state_at(self, part: slice) -> Any:
+        if self._state is not None or not self.points:
+            return super()._state_at(part)
+        if self._block_state is None or self._block_state[0] != part:
+            self._block_state = (part, self._compute_state(part))
+        return self._block_state[1]
+
+    def _compute_state(self, part: slice) -> Any:
+        state: Any = None
+        if self._ensemble is None or self._weights is None:
+            return state
+        with torch.no_grad():
+            for exit, (temperature, prior_var), weights in zip(self._exits, self.points, self._weights, strict=False):
+                log_probs = next(exit.log_probs((temperature,), prior_var, part))
+                state = self._ensemble.advance_log_probs(state, log_probs, weights)[1]
+        return state
 
     def _ensemble_log_true(self, log_probs: Tensor, part: slice) -> Tensor:
         """Return log p(true label) (m,) of the ensemble, from the next exit's log-probabilities (m, c)."""
