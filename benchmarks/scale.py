@@ -73,7 +73,10 @@ def write_trace(folder: Path, samples: dict[str, int], classes: int, widths: Seq
             for start in range(0, n, BLOCK):
                 features, labels = draw(min(BLOCK, n - start))
                 writer.append(split, features, labels, torch.arange(start, start + len(labels)))
-        tensors = {"costs": torch.tensor(costs.values, dtype=torch.float64), "curvature.n": torch.tensor([results[0].n])}
+        tensors = {
+            "costs": torch.tensor(costs.values, dtype=torch.float64),
+            "curvature.n": torch.tensor([results[0].n]),
+        }
         for k, (head, result) in enumerate(zip(heads, results, strict=True)):
             tensors |= {f"head.{k}.weight": head.weight, f"curvature.{k}.A": result.A, f"curvature.{k}.B": result.B}
             tensors |= {} if head.bias is None else {f"head.{k}.bias": head.bias}
@@ -104,11 +107,13 @@ def measure_all(n: int, with_test: bool, classes: int, widths: Sequence[int], na
         run = Path(temporary) / "run"
         run.mkdir()
         write_trace(run / "trace", {"val": n, "test": n} if with_test else {"val": n}, classes, widths)
-        write_json(run / "run.json", run_metadata({"net": "random"}, {"name": "cifar100", "root": None, "image_size": 32}))
+        write_json(
+            run / "run.json", run_metadata({"net": "random"}, {"name": "cifar100", "root": None, "image_size": 32})
+        )
         results = {}
         for name in names:
             command, *rest = COMMANDS[name]
-            results[name] = measure([sys.executable, "-m", "exitwise", command, str(run), *rest, "--force"][: None if command == "calibrate" else -1])
+            results[name] = measure([sys.executable, "-m", "exitwise", command, str(run), *rest])
             print(n, name, results[name], file=sys.stderr, flush=True)
         return results
 

@@ -1,6 +1,6 @@
 """The trace: features, labels, last layers, curvature and costs of a net; calibration needs nothing else."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from re import search
@@ -189,7 +189,7 @@ class Trace:
         if not path.suffix:
             self._save_folder(path, dtype)
             return
-        tensors = self.small_tensors()
+        tensors = pack_layers(self.heads, self.curvature, self.costs)
         for name, split in (("val", self.val), ("test", self.test)):
             if split is None:
                 continue
@@ -200,7 +200,9 @@ class Trace:
         overflow = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
         if overflow:
             raise InputError(f"{overflow} holds values beyond float16; save the trace as float32")
-        tensorfiles.write(path, tensors, FORMAT, VERSION, self.metadata())
+        tensorfiles.write(
+            path, tensors, FORMAT, VERSION, pack_metadata(self.classes, self.model, self.budget_range, self.costs)
+        )
 
     def _save_folder(self, path: Path, dtype: torch.dtype) -> None:
         widths = [head.weight.shape[1] for head in self.heads]
@@ -212,26 +214,10 @@ class Trace:
                     index = None if split.index is None else split.index[part]
                     writer.append(name, features, split.labels[part], index)
                 writer.close_split(name)
-            writer.finish(self.small_tensors(), self.metadata())
-
-    def small_tensors(self) -> dict[str, Tensor]:
-        """Return last layers, curvature and costs by the keys of a trace file: all but what grows with the samples."""
-        tensors = {"costs": torch.tensor(self.costs.values, dtype=torch.float64)}
-        if self.curvature:
-            tensors["curvature.n"] = torch.tensor([self.num_train])
-        for k, curvature in enumerate(self.curvature):
-            tensors |= {f"curvature.{k}.A": curvature.A, f"curvature.{k}.B": curvature.B}
-        for k, head in enumerate(self.heads):
-            tensors[f"head.{k}.weight"] = head.weight
-            if head.bias is not None:
-                tensors[f"head.{k}.bias"] = head.bias
-        return tensors
-
-    def metadata(self) -> dict[str, Any]:
-        """Return classes, model, budget range and unit, as far as they are known, as the header of a trace file."""
-        metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
-        metadata |= {"unit": self.costs.unit} if self.costs.unit != "MACs" else {}
-        return {key: value for key, value in metadata.items() if value is not None}
+            writer.finish(
+                pack_layers(self.heads, self.curvature, self.costs),
+                pack_metadata(self.classes, self.model, self.budget_range, self.costs),
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
@@ -338,6 +324,32 @@ class Trace:
             if not tensorfiles.all_finite(features):
                 sample = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
                 yield f"{name}.features.{k} holds a value that is not finite, first in sample {sample}"
+
+
+def pack_layers(heads: Sequence[HeadWeights], curvature: Sequence[Curvature], costs: Costs) -> dict[str, Tensor]:
+    """Return last layers (K,), curvature (K,) or none, and costs by the keys of a trace file."""
+    tensors = {"costs": torch.tensor(costs.values, dtype=torch.float64)}
+    if curvature:
+        tensors["curvature.n"] = torch.tensor([curvature[0].n])
+    for k, sums in enumerate(curvature):
+        tensors |= {f"curvature.{k}.A": sums.A, f"curvature.{k}.B": sums.B}
+    for k, head in enumerate(heads):
+        tensors[f"head.{k}.weight"] = head.weight
+        if head.bias is not None:
+            tensors[f"head.{k}.bias"] = head.bias
+    return tensors
+
+
+def pack_metadata(
+    classes: Sequence[str] | None,
+    model: Mapping[str, Any] | None,
+    budget_range: tuple[float, float] | None,
+    costs: Costs,
+) -> dict[str, Any]:
+    """Return what is known of a trace, and the unit of its costs, as in the header of a trace file."""
+    metadata: dict[str, Any] = {"classes": classes, "model": model, "budget_range": budget_range}
+    metadata |= {"unit": costs.unit} if costs.unit != "MACs" else {}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:

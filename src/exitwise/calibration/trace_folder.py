@@ -35,7 +35,7 @@ from exitwise.core.mapped_rows import MappedRows
 
 FORMAT, VERSION = "exitwise.trace-folder", 1
 MANIFEST, HEADS = "trace.json", "heads.safetensors"
-SHARD_ROWS = 32_768
+SHARD_ROWS = 32_768  # samples per shard, fewer if their features take more than 256 MiB
 
 _HEADS_FORMAT = "exitwise.trace-heads"
 _PROGRESS, _PROGRESS_FORMAT = "progress.json", "exitwise.trace-progress"
@@ -43,6 +43,7 @@ _SUMS, _SUMS_FORMAT = "sums.safetensors", "exitwise.trace-sums"
 _DTYPES: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _SPLITS = ("val", "test")
+_SHARD_BYTES = 1 << 28
 _MAX_SHARDS, _MAX_ROWS, _MAX_WIDTH, _MAX_EXITS = 100_000, 1 << 24, 1 << 24, 10_000
 
 
@@ -81,7 +82,7 @@ class TraceFolderWriter:
         source: Anything that identifies what is collected; shards of another source are discarded. None always starts
             from the beginning.
         force: Replace an existing trace.
-        shard_rows: Samples per shard.
+        shard_rows: Samples per shard [default: 32,768, or fewer if their features would take more than 256 MiB].
 
     Raises:
         InputError: `out` exists, or another process collects into it.
@@ -94,24 +95,25 @@ class TraceFolderWriter:
         dtype: torch.dtype = torch.float32,
         source: str | None = None,
         force: bool = False,
-        shard_rows: int = SHARD_ROWS,
+        shard_rows: int | None = None,
     ) -> None:
         self._out, self._widths, self._force = out, tuple(widths), force
         self._dtype = check_feature_dtype(dtype)
-        self._source, self._shard_rows = source, shard_rows
-        self._folder = partial_folder(out)
+        most = _SHARD_BYTES // (sum(widths) * _DTYPES[self._dtype].itemsize)
+        self._source, self.shard_rows = source, shard_rows or max(1, min(SHARD_ROWS, most))
+        self.folder = partial_folder(out)
         self._shards: dict[str, list[_Shard]] = {}
-        self._buffers: dict[str, list[Tensor]] = {}
+        self._buffers: dict[str, list[list[Tensor]]] = {}  # batches of columns: features of every exit, labels, index
         self._stack = ExitStack()
 
     def __enter__(self) -> "TraceFolderWriter":
         check_free(self._out, self._force)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"{self._out} is being collected by another process: wait until it is done"
-        self._stack.enter_context(exclusive_lock(self._folder / "lock", busy))
-        remove_partial_files(self._folder)
+        self._stack.enter_context(exclusive_lock(self.folder / "lock", busy))
+        remove_partial_files(self.folder)
         if self._source is None or not self._resume():
-            for file in self._folder.iterdir():
+            for file in self.folder.iterdir():
                 if file.name != "lock":
                     file.unlink()
             self._shards = {}
@@ -123,22 +125,22 @@ class TraceFolderWriter:
 
     def _resume(self) -> bool:
         """Take over the shards of an interrupted writer of the same source; return whether there are any."""
-        if not (self._folder / _PROGRESS).is_file():
+        if not (self.folder / _PROGRESS).is_file():
             return False
         try:
-            progress = read_json(self._folder / _PROGRESS)
+            progress = read_json(self.folder / _PROGRESS)
             if progress.get("format") != _PROGRESS_FORMAT or progress.get("key") != self._key:
                 return False
             self._shards = _read_shards(progress["splits"], len(self._widths))
             for split, shards in self._shards.items():
-                _open_split(self._folder, split, shards, self._widths, self._dtype)
+                _open_split(self.folder, split, shards, self._widths, self._dtype)
         except (InputError, KeyError):  # damaged: everything is collected again
             return False
         return True
 
     @property
     def _key(self) -> list[Any]:
-        return [VERSION, self._source, self._dtype, list(self._widths), self._shard_rows]
+        return [VERSION, self._source, self._dtype, list(self._widths), self.shard_rows]
 
     def num_rows(self, split: str) -> int:
         """Return the number of samples of a split in complete shards."""
@@ -146,24 +148,29 @@ class TraceFolderWriter:
 
     def read_labels(self, split: str) -> tuple[Tensor, Tensor | None]:
         """Return labels and index of the samples of a split in complete shards."""
-        _, labels, index = _open_split(self._folder, split, self._shards.get(split, []), self._widths, self._dtype)
+        _, labels, index = _open_split(self.folder, split, self._shards.get(split, []), self._widths, self._dtype)
         return labels, index
 
     def append(self, split: str, features: Sequence[Tensor], labels: Tensor, index: Tensor | None) -> None:
         """Add samples to a split: features K x (m, p_k), labels (m,), and their positions in the dataset, if known."""
-        rows = [*(self._to_stored(k, x) for k, x in enumerate(features)), labels]
-        rows += [] if index is None else [index]
-        buffer = self._buffers.get(split)
-        if buffer is not None and len(buffer) != len(rows):
+        columns = [
+            *(self._to_stored(k, x) for k, x in enumerate(features)),
+            labels,
+            *([] if index is None else [index]),
+        ]
+        buffer = self._buffers.setdefault(split, [])
+        shards = self._shards.get(split)
+        num_columns = len(buffer[0]) if buffer else len(shards[0].digests) if shards else len(columns)
+        if len(columns) != num_columns:
             raise InputError(f"either all samples of {split} must have an index, or none")
-        self._buffers[split] = rows if buffer is None else [torch.cat(pair) for pair in zip(buffer, rows, strict=True)]
-        while len(self._buffers[split][0]) >= self._shard_rows:
-            self._write_shard(split, self._shard_rows)
+        buffer.append(columns)
+        if sum(len(batch[0]) for batch in buffer) >= self.shard_rows:
+            self._write_shards(split, self.shard_rows)
 
     def close_split(self, split: str) -> None:
         """Write the last shard of a split, which may be smaller than the others."""
-        if split in self._buffers and len(self._buffers[split][0]):
-            self._write_shard(split, len(self._buffers[split][0]))
+        if self._buffers.get(split):
+            self._write_shards(split, 1)
         self._buffers.pop(split, None)
 
     def _to_stored(self, k: int, features: Tensor) -> Tensor:
@@ -172,16 +179,21 @@ class TraceFolderWriter:
             raise InputError(f"features of exit {k} hold values beyond {self._dtype}; save the trace as float32")
         return stored
 
-    def _write_shard(self, split: str, rows: int) -> None:
-        buffer, shards = self._buffers[split], self._shards.setdefault(split, [])
-        contents = [*(f"features.{k}" for k in range(len(self._widths))), "labels", "index"]
-        digests = {
-            content: write_array(_file_of(self._folder, split, len(shards), content), tensor[:rows].numpy())
-            for content, tensor in zip(contents, buffer, strict=False)
-        }
-        shards.append(_Shard(rows, digests))
-        self._save_progress()
-        self._buffers[split] = [tensor[rows:].clone() for tensor in buffer]
+    def _write_shards(self, split: str, min_rows: int) -> None:
+        """Write the buffered samples as shards, as long as there are `min_rows` of them; the others stay."""
+        columns, shards = [torch.cat(parts) for parts in zip(*self._buffers[split], strict=True)], self._shards
+        contents = [*(f"features.{k}" for k in range(len(self._widths))), "labels", "index"][: len(columns)]
+        while len(columns[0]) >= min_rows:
+            number = len(shards.setdefault(split, []))
+            parts = [(content, column[: self.shard_rows]) for content, column in zip(contents, columns, strict=True)]
+            digests = {
+                content: write_array(_file_of(self.folder, split, number, content), rows.numpy())
+                for content, rows in parts
+            }
+            shards[split].append(_Shard(len(parts[0][1]), digests))
+            self._save_progress()
+            columns = [column[self.shard_rows :] for column in columns]
+        self._buffers[split] = [[column.clone() for column in columns]] if len(columns[0]) else []
 
     def _save_progress(self) -> None:
         data = {
@@ -190,15 +202,15 @@ class TraceFolderWriter:
             "key": self._key,
             "splits": _shards_to_dict(self._shards),
         }
-        write_json(self._folder / _PROGRESS, data)
+        write_json(self.folder / _PROGRESS, data)
 
     def save_sums(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep sums over training samples, so that an interrupted collection can continue them."""
-        tensorfiles.write(self._folder / _SUMS, tensors, _SUMS_FORMAT, VERSION, {})
+        tensorfiles.write(self.folder / _SUMS, tensors, _SUMS_FORMAT, VERSION, {})
 
     def load_sums(self) -> dict[str, Tensor]:
         """Return the sums that were kept last; empty if there are none."""
-        file = self._folder / _SUMS
+        file = self.folder / _SUMS
         return tensorfiles.load(file, _SUMS_FORMAT, VERSION, lambda tensors, _: tensors) if file.is_file() else {}
 
     def finish(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -210,7 +222,7 @@ class TraceFolderWriter:
         """
         for split in list(self._buffers):
             self.close_split(split)
-        heads = self._folder / HEADS
+        heads = self.folder / HEADS
         tensorfiles.write(heads, tensors, _HEADS_FORMAT, VERSION, {})
         manifest = {
             "format": FORMAT,
@@ -221,18 +233,18 @@ class TraceFolderWriter:
             "digests": {HEADS: _digest_of(heads)},
             "metadata": dict(metadata),
         }
-        write_json(self._folder / MANIFEST, manifest)
+        write_json(self.folder / MANIFEST, manifest)
         for name in (_PROGRESS, _SUMS, "lock"):
-            (self._folder / name).unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
         check_free(self._out, self._force)  # another command may have made it meanwhile
         if self._out.exists():
             old = partial_folder(self._out).with_suffix(".old")
             shutil.rmtree(old, ignore_errors=True)
             self._out.rename(old)
-            self._folder.rename(self._out)
+            self.folder.rename(self._out)
             shutil.rmtree(old)
         else:
-            self._folder.rename(self._out)
+            self.folder.rename(self._out)
 
 
 def check_feature_dtype(dtype: torch.dtype) -> str:
