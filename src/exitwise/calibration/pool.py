@@ -147,6 +147,11 @@ class _Objective:
     def _clamp(self, j: int, rows: Tensor) -> Tensor:
         return rows.clamp(min=MIN_LOG_PROB) if j < self.exits else rows
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what all experts give is in memory."""
+        return _are_kept((*self._log_probs, *self._logits))
+
     def add_expert(self, logits: Rows) -> "_Objective":
         """Return the objective with one more expert, by its logits (n, c)."""
         return _Objective(self._log_probs, self._labels, (*self._logits, logits))
@@ -211,10 +216,13 @@ class _Objective:
         return _Sums(loss, gradient, hessian, outer)
 
 
+def _are_kept(rows: Sequence[Rows]) -> bool:
+    return all(isinstance(row, Tensor) for row in rows)
+
+
 def _ranges(rows: Sequence[Rows], samples: int) -> Iterator[slice]:
     """Yield slices of the samples for which rows are computed at once: one slice if all rows are in memory."""
-    is_kept = all(isinstance(row, Tensor) for row in rows)
-    size = max(1, samples) if is_kept else block_size(rows[0].shape[1])
+    size = max(1, samples) if _are_kept(rows) else block_size(rows[0].shape[1])
     return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
 
 
@@ -404,8 +412,7 @@ def _add_update(
     without, found = (_minimize(extended, used, start, None, target, tau_of_bands) for used in (best.used, with_bands))
     update = bands.combine(found.weights[objective.exits :])
     logits = _UpdateLogits(update, features)
-    is_kept = len(features) * objective.classes <= _MAX_BAND_NUMBERS
-    updated = objective.add_expert(logits[:] if is_kept else logits)
+    updated = objective.add_expert(logits[:] if objective.is_kept else logits)
     weights = torch.cat([found.weights[: objective.exits], torch.ones(1, dtype=torch.float64)])
     tau_of_update = torch.cat([tau, tau[-1:]])
     point = _minimize(updated, [*best.used, objective.exits], weights, None, weights, tau_of_update)

@@ -352,7 +352,7 @@ def _read_shards(splits: Any, num_exits: int) -> dict[str, list[_Shard]]:
     required = {*(f"features.{k}" for k in range(num_exits)), "labels"}
     result = {}
     for split, parts in splits.items():
-        if not isinstance(parts, list) or len(parts) > _MAX_SHARDS:
+        if not isinstance(parts, list) or not 0 < len(parts) <= _MAX_SHARDS:
             raise InputError(f"`splits` must list the shards of {split}, but has {shorten(parts)}")
         for part in parts:
             rows, digests = (part.get(key) if isinstance(part, dict) else None for key in ("rows", "digests"))

@@ -64,7 +64,7 @@ class MappedRows(Tensor):
         positions = self._locate(samples)
         if isinstance(positions, range):
             return self._copy_range(positions.start, positions.stop)
-        flat = self._gather(positions.flatten())
+        flat = self._gather(positions.flatten().contiguous())
         return flat.view(*positions.shape, self.shape[1])
 
     def take(self, samples: Tensor) -> "MappedRows":
