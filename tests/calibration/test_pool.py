@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.calibration import pool
+from exitwise.calibration import pool, pool_objective
 from exitwise.calibration.calibration import CalibratedExit, Calibration
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.methods import get_method
@@ -132,7 +132,7 @@ class TestMinimum:
     def test_it_does_not_depend_on_the_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rows, labels = experts(3, 200, 4, 1)
         whole = pool.fit_pool(rows, labels)
-        monkeypatch.setattr(pool, "_BLOCK", 64)
+        monkeypatch.setattr(pool_objective, "BLOCK", 64)
         for a, b in zip(whole, pool.fit_pool(rows, labels), strict=True):
             assert np.allclose(a.weights, b.weights, atol=1e-7)
 

@@ -145,6 +145,8 @@ class PoolObjective:
         d = k if bias is None else k + c
         loss, gradient = 0.0, torch.zeros(d, dtype=torch.float64)
         hessian, outer = torch.zeros(d, d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+        b = d - k  # the number of biases; their matrices are summed in place, because each takes c^2 numbers
+        products, crossed = hessian.new_zeros(b, b), hessian.new_zeros(b, b)
         for experts, labels in self._blocks(used):
             rows = torch.arange(len(labels))
             logits = torch.tensordot(weights, experts, dims=1)
@@ -161,15 +163,17 @@ class PoolObjective:
             outer[:k, :k] += residual @ residual.T
             if bias is not None:
                 hessian[:k, k:] += weighted.sum(dim=1) - means @ probs
-                products = probs.T @ probs
-                hessian[k:, k:] += torch.diag(probs.sum(dim=0)) - products
-                # Outer products of p - y, with y one-hot, from those of p: one large product instead of two.
-                crossed = torch.zeros(c, c, dtype=torch.float64).index_add_(0, labels, probs)
-                counts = torch.bincount(labels, minlength=c).double()
-                outer[k:, k:] += products - crossed - crossed.T + torch.diag(counts)
-                probs[rows, labels] -= 1
+                products.addmm_(probs.T, probs)
+                crossed.index_add_(0, labels, probs)
                 gradient[k:] += probs.sum(dim=0)
+                probs[rows, labels] -= 1
                 outer[:k, k:] += residual @ probs
+        if bias is not None:
+            counts = torch.bincount(self._labels, minlength=c).double()
+            hessian[k:, k:] = torch.diag(gradient[k:]) - products
+            # Outer products of p - y, with y one-hot, from those of p: one large product instead of two.
+            outer[k:, k:] = products - crossed - crossed.T + torch.diag(counts)
+            gradient[k:] -= counts
         for matrix in (hessian, outer):
             matrix[k:, :k] = matrix[:k, k:].T
         return PoolSums(loss, gradient, hessian, outer)
