@@ -70,6 +70,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/answers.py
 	$(BIN)/python benchmarks/pool.py
+	$(BIN)/python benchmarks/scale.py
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready

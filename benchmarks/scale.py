@@ -3,10 +3,10 @@
 usage: scale.py [--small] [--out FILE] [--only NAME ...]
 
 Traces of 25,000 and 50,000 validation and test samples, 1,000 classes and five exits, and one of 500,000 validation
-samples, are written to disk, and every command runs in a process of its own with one thread. CPU seconds and peak
-memory (the kernel's maximum of resident memory, in which mapped pages of files count) are those of this process.
-`--only` measures again what is named, such as `calibrate-T_opt` or `report`, and keeps the other results of the file.
-`--small` checks the benchmark itself.
+samples and 100 classes, are written to disk, and every command runs in a process of its own with one thread. CPU
+seconds and peak memory (the kernel's maximum of resident memory, in which mapped pages of files count) are those of
+this process. `--only` and `--samples` measure again what is named, such as `calibrate-T_opt` or `report`, or these
+sizes, and keep the other results of the file. `--small` checks the benchmark itself.
 """
 
 import json
@@ -123,25 +123,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], choices=COMMANDS, metavar="NAME")
     parser.add_argument("--samples", nargs="+", type=int, help="measure only these sizes")
     arguments = parser.parse_args()
-    sizes, largest, classes, widths = (25_000, 50_000), 500_000, 1000, WIDTHS
+    sizes, widths = {25_000: 1000, 50_000: 1000, 500_000: 100}, WIDTHS  # samples and classes
     if arguments.small:
-        sizes, largest, classes, widths = (300, 600), 2_000, 20, (8, 9)
+        sizes, widths = {300: 20, 600: 20, 2000: 10}, (8, 9)
     former: dict[str, Any] = {}
     if (arguments.only or arguments.samples) and arguments.out.is_file():
         former = json.loads(arguments.out.read_text(encoding="utf-8"))["measured"]
     measured: dict[str, Any] = {}
-    for n in (*sizes, largest):
-        names = [name for name in (COMMANDS if n in sizes else LARGEST) if not arguments.only or name in arguments.only]
+    for n, classes in sizes.items():
+        is_largest, key = n == max(sizes), f"{n} samples, {classes} classes"
+        names = [name for name in (LARGEST if is_largest else COMMANDS) if name in (arguments.only or COMMANDS)]
         wanted = not arguments.samples or n in arguments.samples
-        results = measure_all(n, n in sizes, classes, widths, names) if names and wanted else {}
-        measured[str(n)] = {**former.get(str(n), {}), **results}
-    small, large = (measured[str(n)] for n in sizes)
+        results = measure_all(n, not is_largest, classes, widths, names) if names and wanted else {}
+        measured[key] = {**former.get(key, {}), **results}
+    small, large, _ = measured.values()
     growth = {
         name: round(large[name]["CPU seconds"] / small[name]["CPU seconds"], 2)
         for name in COMMANDS
         if "CPU seconds" in small.get(name, {}) and "CPU seconds" in large.get(name, {})
     }
-    record(arguments.out, {"classes": classes, "features": list(widths), "measured": measured, "growth": growth})
+    record(arguments.out, {"features": list(widths), "measured": measured, "growth": growth})
 
 
 if __name__ == "__main__":

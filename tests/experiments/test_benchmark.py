@@ -88,3 +88,12 @@ def test_the_pools_benchmark_measures_everything(tmp_path: Path) -> None:
     fits = found["fit / forward pass over the validation images"]
     assert set(fits) == {"Pool", "Pool W_opt", "learned score", "confidence", "auto"}
     assert found["memory"]["auto, peak GB"] > 0
+
+
+def test_the_scale_benchmark_measures_everything(tmp_path: Path) -> None:
+    """Only commands that others do not cover already; each starts a process."""
+    found = small("scale.py", tmp_path, "--only", "calibrate-T_opt")
+    assert len(found["measured"]) == 3
+    for results in found["measured"].values():
+        assert results["calibrate-T_opt"]["peak GB"] > 0
+    assert found["growth"]["calibrate-T_opt"] > 0
