@@ -13,12 +13,12 @@ from exitwise.calibration import exit_objective, trace_folder, tuning
 from exitwise.core.mapped_rows import MappedRows
 
 METHODS = [
+    "MIE Laplace T_opt sigma_opt",
     "T_opt",
     "MIE T_opt",
     "PoE T_opt",
     "Pool",
     "Pool W_opt",
-    "MIE Laplace T_opt sigma_opt",
     "PoE Laplace T_opt sigma_opt",
     "Pool Laplace T_opt sigma_opt",
     "MC dropout T_opt",
@@ -43,6 +43,7 @@ GRID: Any = {"num_draws": 5, "temperatures": (0.7, 1.0, 1.5, 2.5), "prior_vars":
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow_after_first
 def test_blocks_give_the_calibration_of_all_samples_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -100,6 +101,7 @@ def test_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, samples: int) -> No
     assert ew.calibrate(trace, "Pool").val_nlpd == pytest.approx(expected.val_nlpd, abs=3e-6)
 
 
+@pytest.mark.slow
 def test_the_choice_of_a_method_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = random_trace(n=N)
     mapped = on_disk(trace, tmp_path, monkeypatch)

@@ -26,7 +26,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def results(run: Path) -> Any:
-    contents = json.loads((run / "results.json").read_text())
+    """Results of the commands, without the path of the run, which notes name."""
+    contents = json.loads((run / "results.json").read_text().replace(str(run), "RUN"))
     return {key: value for key, value in contents.items() if key != "sha256"}
 
 
@@ -42,8 +43,6 @@ def test_every_command_finds_the_trace_in_either_form(exitwise: Command, checkpo
         assert [path.name for path in run.parent.iterdir()] == ["run"]
         calibrated = exitwise("calibrate", run, "--method", "MIE Laplace T_opt sigma_opt", "--samples", 5, "--json")
         assert exitwise("evaluate", run, "--budget", "50%", "--method", "T_opt", "--score", "confidence").status == 0
-        assert exitwise("report", run).status == 0
-        assert (run / "report.html").is_file()
         outputs.append([done.json["samples"], calibrated.json["val_nlpd"], results(run)])
     assert outputs[0] == outputs[1]
 
