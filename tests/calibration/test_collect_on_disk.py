@@ -122,6 +122,15 @@ def test_another_collection_starts_anew(tmp_path: Path, changed: dict[str, Any])
     assert sum(calls) == sum(SIZES.values())
 
 
+def test_damaged_sums_start_anew(tmp_path: Path) -> None:
+    out, net = tmp_path / "trace", seeded_net()
+    with pytest.raises(StoppedError):
+        ew.collect(net, **{**loaders(), "train": StopAfter(loaders()["train"], 5)}, costs=COSTS, out=out)
+    sums = partial_folder(out) / "sums.safetensors"
+    sums.write_bytes(sums.read_bytes()[:-8])
+    assert_same_trace(ew.collect(net, **loaders(), costs=COSTS, out=out), ew.collect(net, **loaders(), costs=COSTS))
+
+
 def test_other_samples_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "trace"
     for name in ("val", "train"):

@@ -134,6 +134,7 @@ class TraceFolderWriter:
             self._shards = _read_shards(progress["splits"], len(self._widths))
             for split, shards in self._shards.items():
                 _open_split(self.folder, split, shards, self._widths, self._dtype)
+            self.load_sums()
         except (InputError, KeyError):  # damaged: everything is collected again
             return False
         return True
