@@ -54,7 +54,7 @@ class ExitObjective:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there are so few samples that their logits are kept."""
+        """True if there are so few samples that their logits are kept."""
         return self._logits is not None
 
     def log_true(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Tensor:

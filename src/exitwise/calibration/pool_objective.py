@@ -108,7 +108,7 @@ class PoolObjective:
 
     @property
     def is_kept(self) -> bool:
-        """Whether what all experts give is in memory."""
+        """True if what all experts give is in memory."""
         return are_kept((*self._log_probs, *self._logits))
 
     def add_expert(self, logits: Rows) -> "PoolObjective":
