@@ -11,7 +11,7 @@ from paths import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def small(name: str, tmp_path: Path) -> Any:
-    command = [sys.executable, BENCHMARKS / name, "--small", "--out", tmp_path / "results" / "small.json"]
+def small(name: str, tmp_path: Path, *options: str) -> Any:
+    command = [sys.executable, BENCHMARKS / name, "--small", "--out", tmp_path / "results" / "small.json", *options]
     subprocess.run(command, check=True, capture_output=True)
     return json.loads((tmp_path / "results" / "small.json").read_text())

@@ -169,7 +169,7 @@ class TestPool:
         trace = noisy_trace(2, n=200)
         log_probs = [head.logits(x).log_softmax(dim=1) for head, x in zip(trace.heads, trace.val.features, strict=True)]
         logits = split_last_layer(trace.heads[1], trace.val.features[1]).logits
-        objective = pool._Objective(log_probs[:2], trace.val.labels, logits.unbind())
+        objective = pool.PoolObjective(log_probs[:2], trace.val.labels, logits.unbind())
         start = torch.zeros(11, dtype=torch.float64)
         start[1] = 0.7
         tau = torch.full((11,), 10.0, dtype=torch.float64)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import exitwise as ew
-from exitwise.calibration import pool
+from exitwise.calibration import pool, pool_objective
 from exitwise.calibration.calibration import CalibratedExit, Calibration
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.methods import get_method
@@ -103,7 +103,7 @@ class TestMinimum:
         target[-1] = 0.7
         start = torch.zeros(classes, dtype=torch.float64) if with_bias else None
         tau = torch.full((exits,), 10.0, dtype=torch.float64)
-        found = pool._minimize(pool._Objective(rows, labels), range(exits), target, start, target, tau, 30.0)
+        found = pool._minimize(pool.PoolObjective(rows, labels), range(exits), target, start, target, tau, 30.0)
         weights = found.weights.clone().requires_grad_()
         bias = (
             (torch.zeros(classes, dtype=torch.float64) if found.bias is None else found.bias).clone().requires_grad_()
@@ -124,7 +124,7 @@ class TestMinimum:
         def loss(at: Tensor) -> Tensor:
             return penalized(rows, labels, at[:3], at[3:], torch.zeros(3), 0.0, 0.0)
 
-        sums = pool._Objective(rows, labels).sums(range(3), point[:3], point[3:])
+        sums = pool.PoolObjective(rows, labels).sums(range(3), point[:3], point[3:])
         assert sums.loss == pytest.approx(float(loss(point)))
         torch.testing.assert_close(sums.gradient, torch.autograd.functional.jacobian(loss, point))
         torch.testing.assert_close(sums.hessian, torch.autograd.functional.hessian(loss, point))
@@ -132,7 +132,7 @@ class TestMinimum:
     def test_it_does_not_depend_on_the_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rows, labels = experts(3, 200, 4, 1)
         whole = pool.fit_pool(rows, labels)
-        monkeypatch.setattr(pool, "_BLOCK", 64)
+        monkeypatch.setattr(pool_objective, "BLOCK", 64)
         for a, b in zip(whole, pool.fit_pool(rows, labels), strict=True):
             assert np.allclose(a.weights, b.weights, atol=1e-7)
 
@@ -140,11 +140,11 @@ class TestMinimum:
         rows, labels = experts(3, 60, 4, 2)
         target = torch.tensor([0.0, 0.0, 0.7], dtype=torch.float64)
         tau = torch.full((3,), 10.0, dtype=torch.float64)
-        found = pool._minimize(pool._Objective(rows, labels), range(3), target, None, target, tau)
+        found = pool._minimize(pool.PoolObjective(rows, labels), range(3), target, None, target, tau)
         losses = []
         for i in range(60):
             others = [j for j in range(60) if j != i]
-            objective = pool._Objective([row[others] for row in rows], labels[others])
+            objective = pool.PoolObjective([row[others] for row in rows], labels[others])
             left = pool._minimize(objective, range(3), target, None, target, tau).weights
             logits = sum(weight * row[i].double() for weight, row in zip(left, rows, strict=True))
             losses.append(-float(torch.log_softmax(torch.as_tensor(logits), dim=0)[labels[i]]))
@@ -224,25 +224,25 @@ class TestConfidence:
 
     def test_nothing_changes_where_they_do_not_differ_clearly(self) -> None:
         rows, _ = experts(2, 2000, 6, 9)
-        point = pool._Point(torch.tensor([0.0, 1.0], dtype=torch.float64), None, 0.0, 0.0, {})
+        point = pool.PoolPoint(torch.tensor([0.0, 1.0], dtype=torch.float64), None, 0.0, 0.0, {})
         logits = rows[1].double()
         drawn = torch.multinomial(logits.exp(), 1, generator=torch.Generator().manual_seed(2)).squeeze(1)
-        within = pool._Objective(rows, drawn).confidence(point, 1.0)
+        within = pool.PoolObjective(rows, drawn).confidence(point, 1.0)
         assert within.gap**2 < within.variance
-        assert pool._match_confidence(pool._Objective(rows, drawn), point, 10.0) == 1.0
-        sharper = pool._Point(torch.tensor([0.0, 1.5], dtype=torch.float64), None, 0.0, 0.0, {})
-        factor = pool._match_confidence(pool._Objective(rows, drawn), sharper, 10.0)
+        assert pool._match_confidence(pool.PoolObjective(rows, drawn), point, 10.0) == 1.0
+        sharper = pool.PoolPoint(torch.tensor([0.0, 1.5], dtype=torch.float64), None, 0.0, 0.0, {})
+        factor = pool._match_confidence(pool.PoolObjective(rows, drawn), sharper, 10.0)
         assert factor == pytest.approx(1 / 1.5, abs=0.05)
 
     def test_the_slope_is_that_of_autograd(self) -> None:
         rows, labels = experts(2, 50, 4, 10)
         bias = torch.linspace(-0.5, 0.5, 4, dtype=torch.float64)
-        point = pool._Point(torch.tensor([0.4, 0.8], dtype=torch.float64), bias, 0.0, 0.0, {})
+        point = pool.PoolPoint(torch.tensor([0.4, 0.8], dtype=torch.float64), bias, 0.0, 0.0, {})
         factor = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
         logits = factor * (0.4 * rows[0].double() + 0.8 * rows[1].double() + bias)
         confidence = logits.softmax(dim=1).amax(dim=1)
         (slope,) = torch.autograd.grad(confidence.mean(), factor)
-        found = pool._Objective(rows, labels).confidence(point, 1.3)
+        found = pool.PoolObjective(rows, labels).confidence(point, 1.3)
         gap = (confidence - (logits.argmax(dim=1) == labels).double()).detach()
         assert found.slope == pytest.approx(float(slope))
         assert found.gap == pytest.approx(float(gap.mean()))

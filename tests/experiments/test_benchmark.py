@@ -95,3 +95,12 @@ def test_the_scoring_benchmark_measures_everything(tmp_path: Path) -> None:
     assert {"local, 1", "local, 2"} <= set(found["images_per_second"])
     assert 0 < found["read_share"]["local, 1"] < 1
     assert found["beside_local"]["local"] in (1.0, None)
+
+
+def test_the_scale_benchmark_measures_everything(tmp_path: Path) -> None:
+    """Only commands that others do not cover already; each starts a process."""
+    found = small("scale.py", tmp_path, "--only", "calibrate-T_opt")
+    assert len(found["measured"]) == 3
+    for results in found["measured"].values():
+        assert results["calibrate-T_opt"]["peak GB"] > 0
+    assert found["growth"]["calibrate-T_opt"] > 0

@@ -1,20 +1,23 @@
 """One pass of the net over each split: keep the features of val and test, and only curvature sums of train, if any."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from exitwise import models
+from exitwise.calibration.collect_on_disk import compute_features, write_curvature, write_split
 from exitwise.calibration.laplace import Curvature, CurvatureAccumulator, CurvatureMovingAverage, CurvatureSum
-from exitwise.calibration.trace import HeadWeights, Split, Trace
+from exitwise.calibration.trace import HeadWeights, Split, Trace, pack_layers, pack_metadata
+from exitwise.calibration.trace_folder import TraceFolderWriter, check_feature_dtype, digest_tensors
 from exitwise.core import distributed
 from exitwise.core.checks import check_choice
 from exitwise.core.costs import Costs
-from exitwise.core.errors import InputError, net_input_errors
-from exitwise.core.nested import describe, first_sample
+from exitwise.core.errors import InputError
+from exitwise.core.nested import first_sample
 from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Batch, Progress, validated_batches
 from exitwise.models.macs import macs
@@ -37,6 +40,9 @@ def collect(
     budget_range: tuple[float, float] | None = None,
     curvature: Literal["sum", "average"] = "sum",
     progress: Progress | None = None,
+    out: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    force: bool = False,
 ) -> Trace:
     """Run the net once over every split and collect what calibration needs.
 
@@ -46,6 +52,10 @@ def collect(
 
     With several processes (a `torch.distributed` group), the loaders must give the same batches on every rank. Each
     rank processes its shard of whole batches, and every rank returns the complete trace.
+
+    With `out`, features are written to a folder while the net runs, and the trace reads them from there when they are
+    needed: memory does not grow with the number of samples. If this is interrupted, the same call continues: the net
+    runs only on samples that are not in a complete shard yet, with the same result as without the interruption.
 
     Args:
         net: The net; it runs in evaluation mode.
@@ -60,6 +70,9 @@ def collect(
             code, for comparison.
         progress: Called after every batch with the name of the split, the number of samples done, and their total
             number or None if it is unknown.
+        out: Folder for the trace; None holds it in memory.
+        dtype: Type of the features in `out`: torch.float32, or torch.float16 to halve their size.
+        force: Replace a trace that is in `out`.
 
     Returns:
         The trace: features, labels, last layers, curvature and costs.
@@ -87,6 +100,10 @@ def collect(
             f"`curvature` must be 'sum' with {distributed.world_size()} processes, but got 'average', "
             f"which depends on the order of batches"
         )
+    if out is not None and distributed.world_size() > 1:
+        raise InputError(f"`out` must be None with {distributed.world_size()} processes, but got {str(out)!r}")
+    if out is None and dtype != torch.float32:
+        raise InputError(f"`dtype` must be torch.float32 without `out`, but got {dtype}; see `Trace.save`")
     net_costs = [] if costs is None else [Costs.of(costs)]  # empty until they are counted
 
     def count_costs(inputs: Any) -> None:
@@ -97,6 +114,22 @@ def collect(
             except InputError as error:
                 raise InputError(f"{error}; give `costs` to skip counting") from None
 
+    heads = tuple(copy_last_layer(head.last) for head in net.exits)
+    names = tuple(classes) if classes is not None else None
+    budget_range = budget_range or models.budget_range(net.spec)
+    if out is not None:
+        check_feature_dtype(dtype)
+        source = digest_tensors(net.state_dict(), curvature, None if costs is None else net_costs[0].values, names)
+        widths = [head.weight.shape[1] for head in heads]
+        with inference_mode(net), TraceFolderWriter(Path(out), widths, dtype, source, force) as writer:
+            for name, loader in (("val", val), ("test", test)):
+                if loader is not None:
+                    write_split(writer, loader, name, net, progress, count_costs)
+            sums = () if train is None else write_curvature(writer, train, net, _ACCUMULATORS[curvature], progress)
+            writer.finish(
+                pack_layers(heads, sums, net_costs[0]), pack_metadata(names, net.spec, budget_range, net_costs[0])
+            )
+        return Trace.load(out)
     with inference_mode(net):
         val_split = collect_split(net, val, "val", progress, count_costs)
         test_split = None if test is None else collect_split(net, test, "test", progress, count_costs)
@@ -104,12 +137,12 @@ def collect(
     return Trace(
         val=val_split,
         test=test_split,
-        heads=tuple(copy_last_layer(head.last) for head in net.exits),
+        heads=heads,
         curvature=curvatures,
         costs=distributed.broadcast_object(net_costs)[0],  # rank 0 has the first batch, other ranks may have none
-        classes=tuple(classes) if classes is not None else None,
+        classes=names,
         model=net.spec,
-        budget_range=budget_range or models.budget_range(net.spec),
+        budget_range=budget_range,
     )
 
 
@@ -119,19 +152,6 @@ def inference_mode(net: MultiExitNet) -> Iterator[None]:
     with preserve_training_mode(net), torch.no_grad():
         net.eval()
         yield
-
-
-def _compute_features(net: MultiExitNet, images: Tensor, name: str, start: int, is_first: bool) -> list[Tensor]:
-    """Compute the features K x (m, p_k) of a batch whose first sample is number `start` of split `name`."""
-    with net_input_errors(describe(images)) if is_first else nullcontext():  # unsuitable inputs fail in the first batch
-        features = net.features(images)
-    for k, x in enumerate(features):
-        if x.dim() != 2:
-            raise InputError(f"exit {k} must give features (n, p), but gave {tuple(x.shape)}")
-        if not bool(torch.isfinite(x).all()):
-            sample = start + int((~torch.isfinite(x)).any(dim=1).nonzero()[0])
-            raise InputError(f"exit {k} gave features that are not finite, first for sample {sample} of `{name}`")
-    return features
 
 
 def collect_split(
@@ -153,7 +173,7 @@ def collect_split(
     for images, batch_labels, batch_index in validated_batches(net, loader, name, progress, start):
         if on_inputs:
             on_inputs(images)
-        for batches, x in zip(features, _compute_features(net, images, name, done, done == start), strict=True):
+        for batches, x in zip(features, compute_features(net, images, name, done, done == start), strict=True):
             batches.append(x.float().cpu())
         labels.append(batch_labels)
         if batch_index is not None:
@@ -181,7 +201,7 @@ def collect_curvature(
     for images, labels, _ in validated_batches(net, loader, "train", progress, start):
         # The features of a batch are not bound to a name, so that they are freed before the next batch.
         for layer, accumulator, x in zip(
-            layers, accumulators, _compute_features(net, images, "train", done, done == start), strict=True
+            layers, accumulators, compute_features(net, images, "train", done, done == start), strict=True
         ):
             accumulator.update(x, layer(x))
         done += len(labels)

@@ -1,4 +1,9 @@
-"""Validation log-likelihood of one exit, which tuning searches and cross-validation compares."""
+"""Validation log-likelihood of one exit, which tuning searches and cross-validation compares.
+
+Logits (n, c) and squared projections (n, q) of few samples are kept. Those of many samples are computed anew, block by
+block, whenever they are needed, so that memory does not grow with n c. The blocks depend only on n and c, so that
+results are the same whether the features are in memory or in files.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,6 +22,10 @@ from exitwise.calibration.mc_softmax import (
 )
 from exitwise.calibration.trace import HeadWeights
 from exitwise.core.errors import InputError
+from exitwise.core.memory import align
+
+_MAX_KEPT = 1 << 24  # samples times classes whose logits are kept; of more samples, they are computed block by block
+_BLOCK = 1 << 23  # samples times classes of such a block
 
 
 class ExitObjective:
@@ -32,15 +41,21 @@ class ExitObjective:
         dropout: DropoutMasks | None,
     ) -> None:
         self.head, self.features, self._dropout = head, features, dropout
-        features = features.float()
-        self._logits = head.logits(features)
         self.labels, self._eigen, self._draws = labels, eigen, draws
-        self._squares = eigen.squared_projections(features) if eigen else None
+        is_kept = len(labels) * len(head.weight) <= _MAX_KEPT
+        rows = align(features[:]).float() if is_kept else None
+        self._logits = None if rows is None else head.logits(rows)
+        self._squares = eigen.squared_projections(rows) if eigen is not None and rows is not None else None
         self._shifts: dict[float, Tensor] = {}  # (S, c) by prior variance
         self._log_true: dict[tuple[float, float], Tensor] = {}  # (n,) by grid point
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def is_kept(self) -> bool:
+        """True if there are so few samples that their logits are kept."""
+        return self._logits is not None
 
     def log_true(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Tensor:
         """Return log p(true label) (T, V, n); every grid point is cached."""
@@ -54,22 +69,37 @@ class ExitObjective:
 
     def compute_log_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice = slice(None)) -> Tensor:
         """Compute log p(true label) (T, V, m) of the samples in `part`, differentiable in both arguments."""
-        logits, labels = self._logits[part], self.labels[part]
+        if (
+            self._eigen is not None and self._eigen.mode != "exact"
+        ):  # the covariance of naive is a scalar times one matrix, too
+            return self._grid_log_true(self._eigen, temperatures, prior_vars, part)
+        blocks = [self._block_log_true(temperatures, prior_vars, block) for block in self._blocks(part)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _grid_log_true(self, eigen: CurvatureEigen, temperatures: Tensor, prior_vars: Tensor, part: slice) -> Tensor:
+        posteriors = [eigen.posterior(var0, with_root=False) for var0 in prior_vars]
+        scales = []
+        for block in self._blocks(part):
+            squares = self._squared_projections(eigen, block)
+            scales.append(torch.stack([posterior.scale_from_squares(squares) for posterior in posteriors]))
+        roots = torch.cat(scales, dim=1).sqrt() if len(scales) > 1 else scales[0].sqrt()
+        shifts = torch.stack([self.shifts(var0) for var0 in prior_vars])
+        first = part.indices(len(self))[0]
+        return grid_log_true(lambda rows: self._logits_at(rows + first), self.labels[part], roots, shifts, temperatures)
+
+    def _block_log_true(self, temperatures: Tensor, prior_vars: Tensor, part: slice) -> Tensor:
+        labels = self.labels[part]
         if self._dropout is not None:
-            sampled = self._dropout.sample_logits(self.head, self.features[part])
+            sampled = self._dropout.sample_logits(self.head, align(self.features[part]))
             return _log_true_of_chunks(sampled, labels, temperatures)[:, None].expand(-1, len(prior_vars), -1)
-        if self._eigen is None or self._squares is None:
+        logits = self._logits_at(part)
+        if self._eigen is None:
             true = logits.gather(1, labels[:, None]).squeeze(1)
             rows = [true / t - (logits / t).logsumexp(dim=1) for t in temperatures]
             return torch.stack(rows)[:, None].expand(-1, len(prior_vars), -1)
-        squares = self._squares[part]
-        posteriors = [self._eigen.posterior(var0, with_root=False) for var0 in prior_vars]
-        if self._eigen.mode != "exact":  # the covariance of naive is a scalar times one matrix, too
-            scales = torch.stack([posterior.scale_from_squares(squares) for posterior in posteriors])
-            shifts = torch.stack([self.shifts(var0) for var0 in prior_vars])
-            return grid_log_true(logits, labels, scales.sqrt(), shifts, temperatures)
+        squares = self._squared_projections(self._eigen, part)
         columns = []
-        for posterior in posteriors:
+        for posterior in [self._eigen.posterior(var0, with_root=False) for var0 in prior_vars]:
             sampled = (
                 (
                     chunk,
@@ -80,19 +110,30 @@ class ExitObjective:
             columns.append(_log_true_of_chunks(sampled, labels, temperatures))
         return torch.stack(columns, dim=1)
 
+    def _logits_at(self, samples: slice | Tensor) -> Tensor:
+        """Return logits (m, c) of some samples, kept or computed."""
+        if self._logits is not None:
+            return self._logits[samples]
+        return self.head.logits(align(self.features[samples]))
+
+    def _squared_projections(self, eigen: CurvatureEigen, samples: slice | Tensor) -> Tensor:
+        if self._squares is not None:
+            return self._squares[samples]
+        return eigen.squared_projections(align(self.features[samples]).float())
+
     def log_probs(
-        self, temperatures: Sequence[float] | Tensor, prior_var: float | Tensor, part: slice = slice(None)
+        self, temperatures: Sequence[float] | Tensor, prior_var: float | Tensor, part: slice | Tensor = slice(None)
     ) -> Iterator[Tensor]:
         """Yield log-probabilities (m, c) of the samples in `part` at each temperature.
 
         They are those of `CalibratedExit`, and differentiable in temperature and prior variance.
         """
-        logits = self._logits[part]
-        if self._eigen is None or self._squares is None:
+        logits = self._logits_at(part)
+        if self._eigen is None:
             yield from ((logits / t).log_softmax(dim=1) for t in temperatures)
             return
         posterior = self._eigen.posterior(prior_var, with_root=False)
-        scale = posterior.scale_from_squares(self._squares[part])
+        scale = posterior.scale_from_squares(self._squared_projections(self._eigen, part))
         if self._eigen.mode != "exact":
             root, shifts = scale.sqrt(), self.shifts(prior_var)
             yield from (interpolated_log_mean_softmax(logits, root, shifts, t) for t in temperatures)
@@ -103,7 +144,10 @@ class ExitObjective:
     def all_log_probs(self, temperature: float, prior_var: float) -> Tensor:
         """Return log-probabilities (n, c) of all samples at one point."""
         with torch.no_grad():
-            return torch.cat([next(self.log_probs((temperature,), prior_var, part)) for part in self.sample_chunks()])
+            rows = torch.empty(len(self), len(self.head.weight))
+            for part in self.sample_chunks():
+                rows[part] = next(self.log_probs((temperature,), prior_var, part))
+            return rows
 
     def shifts(self, prior_var: float | Tensor) -> Tensor:
         """Return the shifts L g (S, c) of all draws g; cached, except for a prior variance with a gradient."""
@@ -120,11 +164,42 @@ class ExitObjective:
     def sample_chunks(self) -> list[slice]:
         """Split the samples into parts that fit in memory with all their draws, or with their gradient.
 
-        There is only one part, except with `exact` and with dropout, where every logit is sampled.
+        There is only one part of few samples, except with `exact` and with dropout, where every logit is sampled.
         """
-        n = len(self._logits)
         exact = self._eigen is not None and self._eigen.mode == "exact"
-        return list(chunk_slices(n, self._draws.numel())) if exact or self._dropout is not None else [slice(0, n)]
+        if exact or self._dropout is not None:
+            return list(chunk_slices(len(self), self._draws.numel()))
+        return self._blocks(slice(None))
+
+    def _blocks(self, part: slice) -> list[slice]:
+        """Split the samples in `part` into blocks whose logits fit in memory; few samples are one block."""
+        start, stop, _ = part.indices(len(self))
+        size = max(1, stop - start) if self._logits is not None else block_size(len(self.head.weight))
+        return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+class LogProbRows:
+    """Log-probabilities (n, c) of one exit at one point, computed when rows of them are asked for.
+
+    Args:
+        objective: The exit.
+        temperature: Its temperature.
+        prior_var: Its prior variance.
+    """
+
+    def __init__(self, objective: ExitObjective, temperature: float, prior_var: float) -> None:
+        self._objective, self._point = objective, (temperature, prior_var)
+        self.shape = (len(objective), len(objective.head.weight))
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        temperature, prior_var = self._point
+        with torch.no_grad():
+            return next(self._objective.log_probs((temperature,), prior_var, samples))
+
+
+def block_size(classes: int) -> int:
+    """Return the number of samples in a block of many samples."""
+    return max(1, _BLOCK // classes)
 
 
 def _log_true_of_chunks(sampled: Iterable[tuple[slice, Tensor]], labels: Tensor, temperatures: Tensor) -> Tensor:

@@ -89,6 +89,12 @@ class CurvatureSum:
         self._B.diagonal().add_(p.sum(dim=0))
         self._n += len(features)
 
+    def add(self, curvature: Curvature) -> None:
+        """Add the sums over other samples."""
+        self._A += curvature.A
+        self._B += curvature.B
+        self._n += curvature.n
+
     def result(self) -> Curvature:
         return Curvature(self._A.clone(), self._B.clone(), self._n)
 

@@ -30,18 +30,27 @@ These are nine numbers per exit, so that predictions of the samples they are fit
 new ones, and thresholds can be fitted on them. With many samples and classes, some samples are enough to find d_k. Its
 sum is then one more expert, so that the rules above hold for all samples.
 
-Samples are converted to float64 block by block.
+Sums over samples are those of `exitwise.calibration.pool_objective`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exitwise.calibration.bands import NUM_BANDS, LinearUpdate, split_last_layer
-from exitwise.calibration.ensembles import ENSEMBLES, MIN_LOG_PROB, ExitWeights
+from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
+from exitwise.calibration.pool_objective import (
+    BLOCK,
+    PoolObjective,
+    PoolPoint,
+    PoolSums,
+    Rows,
+    UpdateLogits,
+    sample_ranges,
+)
 from exitwise.calibration.trace import HeadWeights
+from exitwise.core.memory import align
 
 OWN_WEIGHT_BOUNDS = (0.05, 20.0)  # of an exit alone: the reciprocals of the bounds of a temperature
 _TAU = 5.0
@@ -49,143 +58,14 @@ _RHO = (100.0, 10.0)  # for biases of about 0.1 and, if they are larger, of abou
 _MIN_GAIN = 1.0  # nats over all samples that a weight, or the bias, must bring
 _MAX_BIAS_CLASSES = 2000  # with more classes there is no bias: the Hessian would be too large
 _MAX_BAND_NUMBERS = 1 << 24  # samples times classes that weights of bands are fitted on
-_BLOCK = 1 << 19  # numbers in float64 per block of samples
 _MAX_STEPS = 50
 _PRECISION = 1e-9  # stop if a further step would lower the NLPD by less
 _MAX_FACTOR = 2.0  # of all weights, and its reciprocal, to bring confidence and accuracy together
 _FACTOR_STEPS = 8
 
 
-@dataclass(frozen=True, eq=False)
-class _Point:
-    """Weights of all experts, zero for unused ones, and bias (c,) or None, with what was found there.
-
-    Experts are the exits 0..k and, after them, the bands of exit k or their sum, if there are any.
-    """
-
-    weights: Tensor
-    bias: Tensor | None
-    nlpd: float
-    loo: float  # leave-one-out NLPD, approximated
-    removal_costs: dict[int, float]  # increase of n NLPD without each of the used exits, approximated
-
-    @property
-    def used(self) -> list[int]:
-        return [j for j, weight in enumerate(self.weights.tolist()) if weight != 0]
-
-
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    """Sums over samples at one point: loss, its gradient and Hessian, and the outer products of the gradients."""
-
-    loss: float
-    gradient: Tensor  # (d,)
-    hessian: Tensor  # (d, d)
-    outer: Tensor  # (d, d)
-
-
-@dataclass(frozen=True)
-class _Confidence:
-    """Mean difference of confidence and correctness, its squared standard error, its slope in the factor, and NLPD."""
-
-    gap: float
-    variance: float
-    slope: float
-    nlpd: float
-
-
-class _Objective:
-    """NLPD of one exit's pool as a function of its weights and bias (c,), summed over n samples in float64.
-
-    Args:
-        log_probs: Log-probabilities (n, c) of the exits up to this one.
-        labels: True labels (n,).
-        logits: Logits (n, c) of further experts: of the bands of this exit, or of their sum.
-    """
-
-    def __init__(self, log_probs: Sequence[Tensor], labels: Tensor, logits: Sequence[Tensor] = ()) -> None:
-        self._log_probs, self._labels, self._logits = log_probs, labels, logits
-        self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
-        self.experts = self.exits + len(logits)
-
-    def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what the used experts give to each class (k, m, c), and labels (m,), block by block."""
-        size = max(1, _BLOCK // (max(1, len(used)) * self.classes))
-        for start in range(0, self.samples, size):
-            part = slice(start, start + size)
-            yield torch.stack([self._expert(j, part) for j in used]).double(), self._labels[part]
-
-    def _expert(self, j: int, part: slice) -> Tensor:
-        if j < self.exits:
-            return self._log_probs[j][part].clamp(min=MIN_LOG_PROB)
-        return self._logits[j - self.exits][part]
-
-    def add_expert(self, logits: Tensor) -> "_Objective":
-        """Return the objective with one more expert, by its logits (n, c)."""
-        return _Objective(self._log_probs, self._labels, (*self._logits, logits))
-
-    def take(self, samples: Tensor, logits: Sequence[Tensor]) -> "_Objective":
-        """Return the objective of some samples, by their positions (m,), with further experts (m, c)."""
-        return _Objective([row[samples] for row in self._log_probs], self._labels[samples], logits)
-
-    def confidence(self, point: _Point, factor: float) -> _Confidence:
-        """Compute confidence, accuracy and NLPD at a point whose weights and bias are multiplied by a factor."""
-        gaps, slope, loss = [], 0.0, 0.0
-        for experts, labels in self._blocks(point.used):
-            logits = torch.tensordot(factor * point.weights[point.used], experts, dims=1)
-            if point.bias is not None:
-                logits += factor * point.bias
-            largest, predicted = logits.max(dim=1)
-            loss -= float(logits[torch.arange(len(labels)), labels].sum())
-            probs = logits.sub(largest[:, None]).exp_()
-            norm = probs.sum(dim=1)
-            loss += float((largest + norm.log()).sum())
-            confidence = 1 / norm
-            gaps.append(confidence - (predicted == labels).double())
-            slope += float((confidence * (largest - (probs * logits).sum(dim=1) / norm)).sum()) / factor
-        gap = torch.cat(gaps)
-        return _Confidence(
-            float(gap.mean()), float(gap.var(correction=0)) / self.samples, slope / self.samples, loss / self.samples
-        )
-
-    def sums(self, used: Sequence[int], weights: Tensor, bias: Tensor | None) -> _Sums:
-        """Sum up loss, gradient and Hessian for weights of the used exits (k,) and, with a bias, all classes (c,)."""
-        k, c = len(used), self.classes
-        d = k if bias is None else k + c
-        loss, gradient = 0.0, torch.zeros(d, dtype=torch.float64)
-        hessian, outer = torch.zeros(d, d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
-        for experts, labels in self._blocks(used):
-            rows = torch.arange(len(labels))
-            logits = torch.tensordot(weights, experts, dims=1)
-            if bias is not None:
-                logits += bias
-            log_norm = logits.logsumexp(dim=1)
-            loss += float((log_norm - logits[rows, labels]).sum())
-            probs = logits.sub_(log_norm[:, None]).exp_()
-            weighted = probs * experts
-            means = weighted.sum(dim=2)
-            residual = means - experts[:, rows, labels]
-            gradient[:k] += residual.sum(dim=1)
-            hessian[:k, :k] += weighted.flatten(1) @ experts.flatten(1).T - means @ means.T
-            outer[:k, :k] += residual @ residual.T
-            if bias is not None:
-                hessian[:k, k:] += weighted.sum(dim=1) - means @ probs
-                products = probs.T @ probs
-                hessian[k:, k:] += torch.diag(probs.sum(dim=0)) - products
-                # Outer products of p - y, with y one-hot, from those of p: one large product instead of two.
-                crossed = torch.zeros(c, c, dtype=torch.float64).index_add_(0, labels, probs)
-                counts = torch.bincount(labels, minlength=c).double()
-                outer[k:, k:] += products - crossed - crossed.T + torch.diag(counts)
-                probs[rows, labels] -= 1
-                gradient[k:] += probs.sum(dim=0)
-                outer[:k, k:] += residual @ probs
-        for matrix in (hessian, outer):
-            matrix[k:, :k] = matrix[:k, k:].T
-        return _Sums(loss, gradient, hessian, outer)
-
-
 def _minimize(
-    objective: _Objective,
+    objective: PoolObjective,
     used: Sequence[int],
     start: Tensor,
     bias: Tensor | None,
@@ -193,7 +73,7 @@ def _minimize(
     tau: Tensor | None = None,
     rho: float = 0.0,
     bounds: tuple[float, float] = (0.0, float("inf")),
-) -> _Point:
+) -> PoolPoint:
     """Minimize NLPD and penalty over the weights of the used experts, within bounds, and over the bias if there is one.
 
     Args:
@@ -214,7 +94,7 @@ def _minimize(
     num_exits = sum(j < objective.exits for j in used)
     low[:num_exits], high[:num_exits] = bounds
 
-    def evaluate(at: Tensor) -> tuple[_Sums, float, Tensor, Tensor]:
+    def evaluate(at: Tensor) -> tuple[PoolSums, float, Tensor, Tensor]:
         sums = objective.sums(used, at[:k], None if bias is None else at[k:])
         away = at - center
         value = sums.loss + 0.5 * float((precision * away * away).sum())
@@ -244,7 +124,7 @@ def _minimize(
     weights[list(used)] = point[:k]
     nlpd, optimism = sums.loss / objective.samples, float((inverse * sums.outer).sum()) / objective.samples
     costs = {j: float(point[i] ** 2 / (2 * inverse[i, i])) for i, j in enumerate(used) if i in free}
-    return _Point(weights, None if bias is None else point[k:], nlpd, nlpd + optimism, costs)
+    return PoolPoint(weights, None if bias is None else point[k:], nlpd, nlpd + optimism, costs)
 
 
 def _free_indices(point: Tensor, gradient: Tensor, low: Tensor, high: Tensor) -> list[int]:
@@ -264,7 +144,7 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def fit_pool(
-    log_probs: Sequence[Tensor],
+    log_probs: Sequence[Rows],
     labels: Tensor,
     baseline: float = 1.0,
     last_layers: Sequence[tuple[HeadWeights, Tensor]] | None = None,
@@ -272,7 +152,7 @@ def fit_pool(
     """Fit the pool of every exit.
 
     Args:
-        log_probs: Log-probabilities (n, c) of K exits, each on its own.
+        log_probs: Log-probabilities K x (n, c) of the exits, each on its own: tensors, or what computes rows of them.
         labels: True labels (n,).
         baseline: Weight of an exit alone that no exit's pool may do worse than, besides the best one.
         last_layers: Last layer and features (n, p_k) of every exit, to weight the last layers anew; None for a pool
@@ -284,7 +164,7 @@ def fit_pool(
     exits: list[ExitWeights] = []
     tau = torch.zeros(0, dtype=torch.float64)
     for k in range(len(log_probs)):
-        objective = _Objective(log_probs[: k + 1], labels)
+        objective = PoolObjective(log_probs[: k + 1], labels)
         alone = _fit_alone(objective, baseline)
         tau = torch.cat([tau, _TAU / alone.weights[-1:] ** 2])
         best, tau_of_experts, update = _fit_weights(objective, alone, tau), tau, None
@@ -294,7 +174,7 @@ def fit_pool(
     return tuple(exits)
 
 
-def _fit_alone(objective: _Objective, baseline: float) -> _Point:
+def _fit_alone(objective: PoolObjective, baseline: float) -> PoolPoint:
     """Fit only the weight of the last exit: a temperature."""
     own = objective.exits - 1
     start = torch.zeros(own + 1, dtype=torch.float64)
@@ -304,7 +184,7 @@ def _fit_alone(objective: _Objective, baseline: float) -> _Point:
 
 
 def pool_nlpd(
-    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+    pool: Sequence[ExitWeights], log_probs: Sequence[Rows], labels: Tensor, features: Sequence[Tensor] = ()
 ) -> tuple[float, ...]:
     """Return the NLPD (K,) of every exit's pool; the arguments are those of `pool_log_true`."""
     nlpd: list[float] = (-pool_log_true(pool, log_probs, labels, features).mean(dim=1)).tolist()
@@ -312,7 +192,7 @@ def pool_nlpd(
 
 
 def pool_log_true(
-    pool: Sequence[ExitWeights], log_probs: Sequence[Tensor], labels: Tensor, features: Sequence[Tensor] = ()
+    pool: Sequence[ExitWeights], log_probs: Sequence[Rows], labels: Tensor, features: Sequence[Tensor] = ()
 ) -> Tensor:
     """Compute log p(true label) (K, n) in float64 of every exit's pool, as predictions compute it, block by block.
 
@@ -323,18 +203,22 @@ def pool_log_true(
         features: Features K x (n, p_k); only pools with an update need them.
     """
     ensemble, blocks = ENSEMBLES["pool"], []
-    size = max(1, _BLOCK // log_probs[0].shape[1])
-    for part in (slice(start, start + size) for start in range(0, len(labels), size)):
-        state, rows = None, []
-        for k, (exit, own) in enumerate(zip(pool, log_probs, strict=True)):
-            exit = exit.at(features[k][part]) if exit.update is not None else exit
-            pooled, state = ensemble.advance_log_probs(state, own[part], exit)
-            rows.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
-        blocks.append(torch.stack(rows))
+    size = max(1, BLOCK // log_probs[0].shape[1])
+    for outer in sample_ranges(log_probs, len(labels)):
+        exits = [rows[outer] for rows in log_probs]
+        for start in range(outer.start, outer.stop, size):
+            part = slice(start, min(start + size, outer.stop))
+            state, log_true = None, []
+            for k, (exit, own) in enumerate(zip(pool, exits, strict=True)):
+                exit = exit.at(align(features[k][part])) if exit.update is not None else exit
+                own = own[part.start - outer.start : part.stop - outer.start]
+                pooled, state = ensemble.advance_log_probs(state, own, exit)
+                log_true.append(pooled.gather(1, labels[part, None]).squeeze(1).double())
+            blocks.append(torch.stack(log_true))
     return torch.cat(blocks, dim=1)
 
 
-def _fit_weights(objective: _Objective, alone: _Point, tau: Tensor) -> _Point:
+def _fit_weights(objective: PoolObjective, alone: PoolPoint, tau: Tensor) -> PoolPoint:
     """Fit the weights of the exits 0..k, with penalties `tau` (k + 1,), from the own weight of exit k alone."""
     own = objective.exits - 1
     if not own:
@@ -349,8 +233,8 @@ def _fit_weights(objective: _Objective, alone: _Point, tau: Tensor) -> _Point:
 
 
 def _add_update(
-    objective: _Objective, best: _Point, alone: _Point, tau: Tensor, head: HeadWeights, features: Tensor
-) -> tuple[_Objective, _Point, Tensor, LinearUpdate | None]:
+    objective: PoolObjective, best: PoolPoint, alone: PoolPoint, tau: Tensor, head: HeadWeights, features: Tensor
+) -> tuple[PoolObjective, PoolPoint, Tensor, LinearUpdate | None]:
     """Add the bands of exit k to its pool, if that lowers the leave-one-out NLPD.
 
     Returns:
@@ -358,14 +242,15 @@ def _add_update(
         and the sum as a function of features; the arguments and None if the pool is better without.
     """
     samples = _choose_samples(len(features), objective.classes)
-    bands = split_last_layer(head, features[samples])
+    bands = split_last_layer(head, align(features[samples]))
     extended = objective.take(samples, bands.logits.unbind())
     start, target = (torch.cat([point.weights, point.weights.new_zeros(NUM_BANDS)]) for point in (best, alone))
     tau_of_bands = torch.cat([tau, tau[-1:].expand(NUM_BANDS)])
     with_bands = [*best.used, *range(objective.exits, extended.experts)]
     without, found = (_minimize(extended, used, start, None, target, tau_of_bands) for used in (best.used, with_bands))
     update = bands.combine(found.weights[objective.exits :])
-    updated = objective.add_expert(update.logits(features))
+    logits = UpdateLogits(update, features)
+    updated = objective.add_expert(logits[:] if objective.is_kept else logits)
     weights = torch.cat([found.weights[: objective.exits], torch.ones(1, dtype=torch.float64)])
     tau_of_update = torch.cat([tau, tau[-1:]])
     point = _minimize(updated, [*best.used, objective.exits], weights, None, weights, tau_of_update)
@@ -384,7 +269,7 @@ def _choose_samples(samples: int, classes: int) -> Tensor:
 
 
 def _finish_exit(
-    objective: _Objective, best: _Point, alone: _Point, tau: Tensor, update: LinearUpdate | None
+    objective: PoolObjective, best: PoolPoint, alone: PoolPoint, tau: Tensor, update: LinearUpdate | None
 ) -> ExitWeights:
     """Add a bias if it helps, and bring confidence and accuracy together."""
     if objective.classes <= _MAX_BIAS_CLASSES:
@@ -396,7 +281,7 @@ def _finish_exit(
     return exit if update is None else update.add_to(exit, float(weights[-1]))
 
 
-def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> float:
+def _match_confidence(objective: PoolObjective, point: PoolPoint, max_nlpd: float) -> float:
     """Find the factor of weights and bias that brings mean confidence and accuracy as close as chance allows.
 
     Confidence rises with the factor, so Newton's method finds it. If the NLPD there is above `max_nlpd`, the factor is
@@ -422,7 +307,7 @@ def _match_confidence(objective: _Objective, point: _Point, max_nlpd: float) -> 
     return 1.0
 
 
-def _add_bias(objective: _Objective, best: _Point, alone: _Point, tau: Tensor) -> _Point:
+def _add_bias(objective: PoolObjective, best: PoolPoint, alone: PoolPoint, tau: Tensor) -> PoolPoint:
     """Return the pool with a bias of the strength with the lowest leave-one-out NLPD, or without one."""
     bias, chosen = torch.zeros(objective.classes, dtype=torch.float64), best
     for rho in _RHO:

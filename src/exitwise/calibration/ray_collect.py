@@ -7,6 +7,7 @@ for bit on machines of one kind with one thread. Curvature sums of shards are ad
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from exitwise import models
 from exitwise.calibration.collect import collect_curvature, collect_split, copy_last_layer, inference_mode
+from exitwise.calibration.collect_on_disk import other_samples
 from exitwise.calibration.laplace import Curvature, CurvatureSum
-from exitwise.calibration.trace import Split, Trace
+from exitwise.calibration.trace import Split, Trace, pack_layers, pack_metadata
+from exitwise.calibration.trace_folder import TraceFolderWriter, digest_tensors
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.nested import first_sample
@@ -81,6 +84,9 @@ def collect_on_ray(
     actors: int | None = None,
     on_gpu: bool = False,
     progress: Progress | None = None,
+    out: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    force: bool = False,
 ) -> Trace:
     """Run the net over every split on the actors of a cluster and collect what calibration needs.
 
@@ -94,6 +100,10 @@ def collect_on_ray(
         actors: Number of actors [default: one for every CPU, or GPU, of the cluster].
         on_gpu: Whether every actor has a GPU.
         progress: Called after every shard with the name of the split, the number of samples done, and their number.
+        out: Folder for the trace, to which shards are written in their order; None holds it in memory. After an
+            interruption, features that are there are kept; the sums of train begin anew.
+        dtype: Type of the features in `out`.
+        force: Replace a trace that is in `out`.
 
     Returns:
         The trace, as `collect` returns it.
@@ -106,39 +116,83 @@ def collect_on_ray(
         if not len(images):
             raise InputError(f"`{name}` gave no samples")
     costs = _count_costs(net, given["val"])  # fails early on unsupported modules
-    make_collector = _MakeCollector(build, net.cpu().state_dict(), batch_size, on_gpu)
-    parts: dict[str, list[Split]] = {name: [] for name in given if name != "train"}
-    curvatures: tuple[Curvature, ...] = ()
+    weights = net.cpu().state_dict()
+    make_collector = _MakeCollector(build, weights, batch_size, on_gpu)
     counter = _ShardCounter({name: len(images) for name, images in given.items()}, progress)
-    with ActorPool(ray, make_collector, ActorOptions(actors, num_gpus=int(on_gpu))) as pool:
-        shards = _cut(given, batch_size)
-        for shard, result in pool.run(shards, counter.count_death, counter.count_images, _SHARDS_AHEAD):
-            if shard.split == "train":
-                curvatures = _add(curvatures, result)
-            else:
-                parts[shard.split].append(result)
-            counter.count_images(shard, len(shard.images))
+    heads = tuple(copy_last_layer(head.last) for head in net.exits)
+    names = tuple(classes) if classes is not None else None
+    budget_range = models.budget_range(net.spec)
+
+    def run_shards(starts: Mapping[str, int]) -> Iterator[tuple[_Shard, Any]]:
+        with ActorPool(ray, make_collector, ActorOptions(actors, num_gpus=int(on_gpu))) as pool:
+            shards = _cut(given, batch_size, starts)
+            for shard, result in pool.run(shards, counter.count_death, counter.count_images, _SHARDS_AHEAD):
+                yield shard, result
+                counter.count_images(shard, len(shard.images))
+
+    curvature: tuple[Curvature, ...] = ()
+    if out is not None:
+        source = digest_tensors(weights, "sum", None, names)  # as in `collect`, which may continue what this began
+        widths = [head.weight.shape[1] for head in heads]
+        with TraceFolderWriter(out, widths, dtype, source, force) as writer:
+            stored = {name: _check_stored(writer, name, given[name]) for name in given if name != "train"}
+            counter.skip(stored)
+            for shard, result in run_shards(stored):
+                if shard.split == "train":
+                    curvature = _add(curvature, result)
+                else:
+                    _append(writer, shard, result)
+            for name in stored:
+                writer.close_split(name)
+            writer.finish(pack_layers(heads, curvature, costs), pack_metadata(names, net.spec, budget_range, costs))
+        return Trace.load(out)
+    parts: dict[str, list[Split]] = {name: [] for name in given if name != "train"}
+    for shard, result in run_shards({}):
+        if shard.split == "train":
+            curvature = _add(curvature, result)
+        else:
+            parts[shard.split].append(result)
     joined = {name: _join(parts.pop(name)) for name in list(parts)}
     return Trace(
         val=joined["val"],
         test=joined.get("test"),
-        heads=tuple(copy_last_layer(head.last) for head in net.exits),
-        curvature=curvatures,
+        heads=heads,
+        curvature=curvature,
         costs=costs,
-        classes=tuple(classes) if classes is not None else None,
+        classes=names,
         model=net.spec,
-        budget_range=models.budget_range(net.spec),
+        budget_range=budget_range,
     )
 
 
-def _cut(splits: Mapping[str, ImageDataset], batch_size: int) -> Iterator[_Shard]:
-    """Yield the shards of val, test and train, in order."""
+def _check_stored(writer: TraceFolderWriter, name: str, images: ImageDataset) -> int:
+    """Return the number of samples of a split that are in complete shards, which must be those of `images`."""
+    labels, index = writer.read_labels(name)
+    stored = len(labels)
+    is_same = torch.equal(labels, images.labels[:stored])
+    if not is_same or (index is not None and not torch.equal(index, images.index[:stored])):
+        raise other_samples(writer, name)
+    return stored
+
+
+def _append(writer: TraceFolderWriter, shard: _Shard, split: Split) -> None:
+    """Append the samples of a shard that are not stored yet: shards begin with a batch, stored samples end anywhere."""
+    known = max(0, writer.num_rows(shard.split) - shard.start)
+    index = None if split.index is None else split.index[known:]
+    writer.append(shard.split, [x[known:] for x in split.features], split.labels[known:], index)
+
+
+def _cut(splits: Mapping[str, ImageDataset], batch_size: int, stored: Mapping[str, int]) -> Iterator[_Shard]:
+    """Yield the shards of val, test and train, in order, from the batch with the first sample that is not stored."""
     for name, samples in _SHARD_SAMPLES.items():
         if name not in splits:
             continue
         size = max(1, samples // batch_size) * batch_size
         images = splits[name]
-        for start in range(0, len(images), size):
+        first = stored.get(name, 0)
+        if first == len(images):
+            continue
+        for start in range(first // batch_size * batch_size, len(images), size):
             yield _Shard(name, start, images[torch.arange(start, min(start + size, len(images)))])
 
 
@@ -150,11 +204,16 @@ class _ShardCounter:
         self._done: dict[str, dict[int, int]] = {name: {} for name in totals}
         self._deaths: Counter[tuple[str, int]] = Counter()
 
+    def skip(self, stored: Mapping[str, int]) -> None:
+        """Count samples of the splits that need not be collected."""
+        for name, samples in stored.items():
+            self._done[name][-1] = samples
+
     def count_images(self, shard: _Shard, images: int) -> None:
         done = self._done[shard.split]
         done[shard.start] = max(images, done.get(shard.start, 0))
         if self._progress:
-            self._progress(shard.split, sum(done.values()), self._totals[shard.split])
+            self._progress(shard.split, min(sum(done.values()), self._totals[shard.split]), self._totals[shard.split])
 
     def count_death(self, shard: _Shard, reason: str) -> None:
         """Raise InputError if an actor died too often on one shard."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exitwise.calibration.calibration import Calibration
-from exitwise.calibration.tuning import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
+from exitwise.calibration.sequential_tuning import PRIOR_BOUNDS, TEMPERATURE_BOUNDS
 
 _NEAR = 1.05  # the continuous search approaches its bounds, but does not reach them
 

@@ -1,6 +1,6 @@
 """The trace: features, labels, last layers, curvature and costs of a net; calibration needs nothing else."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from re import search
@@ -10,20 +10,32 @@ import torch
 from torch import Tensor
 
 from exitwise.calibration.laplace import Curvature, is_symmetric
+from exitwise.calibration.trace_folder import (
+    TraceFolderWriter,
+    check_feature_dtype,
+    is_trace_folder,
+    read_trace_folder,
+)
 from exitwise.core import tensorfiles
 from exitwise.core.checks import check_integer, is_number
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.held_out import split_held_out
+from exitwise.core.mapped_rows import MappedRows
 from exitwise.core.memory import align_fields
 from exitwise.core.predictions import Array
 
 FORMAT, VERSION = "exitwise.trace", 1
 
+_BLOCK = 1 << 22  # numbers of features that are read at once
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Samples of one split as every exit sees them.
+
+    Features of a trace on disk stay in its files: slices such as `features[k][start:stop]` read only their rows, any
+    other function of PyTorch reads all of them.
 
     Args:
         features: Inputs K x (n, p_k) of the last layer of every exit.
@@ -45,10 +57,16 @@ class Split:
         return f"Split({len(self)} samples, {len(self.features)} exits)"
 
     def take(self, samples: Tensor | Array) -> "Split":
-        """Return some of the samples, by their positions (m,) or a mask (n,)."""
+        """Return some of the samples, by their positions (m,) or a mask (n,); features on disk are not read."""
         samples = torch.as_tensor(samples)
         index = None if self.index is None else self.index[samples]
-        return Split(tuple(x[samples] for x in self.features), self.labels[samples], index)
+        features = tuple(x.take(samples) if isinstance(x, MappedRows) else x[samples] for x in self.features)
+        return Split(features, self.labels[samples], index)
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield slices of samples whose features together take little memory."""
+        size = max(1, _BLOCK // max(1, sum(x.shape[1] for x in self.features)))
+        return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,37 +174,68 @@ class Trace:
         return replace(self, val=self.val.take(tune)), self.val.take(held_out)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write everything to one safetensors file; `dtype` of features is float32, or float16 to halve their size."""
-        if dtype not in (torch.float32, torch.float16):
-            raise InputError(f"`dtype` must be torch.float32 or torch.float16, but got {dtype}")
-        tensors = {"costs": torch.tensor(self.costs.values, dtype=torch.float64)}
-        if self.curvature:
-            tensors["curvature.n"] = torch.tensor([self.num_train])
+        """Write everything to one safetensors file, or to a folder from which features are read when they are needed.
+
+        Args:
+            path: A file such as "trace.safetensors"; a path without a suffix, such as "trace", is a folder. An existing
+                trace there is replaced.
+            dtype: Type of the stored features: torch.float32, or torch.float16 to halve their size.
+
+        Raises:
+            InputError: A feature is beyond float16, or `path` is a folder that is not a trace.
+        """
+        check_feature_dtype(dtype)
+        path = Path(path)
+        if not path.suffix:
+            self._save_folder(path, dtype)
+            return
+        tensors = pack_layers(self.heads, self.curvature, self.costs)
         for name, split in (("val", self.val), ("test", self.test)):
             if split is None:
                 continue
-            tensors |= {f"{name}.features.{k}": x.to(dtype) for k, x in enumerate(split.features)}
+            tensors |= {f"{name}.features.{k}": x[:].to(dtype) for k, x in enumerate(split.features)}
             tensors[f"{name}.labels"] = split.labels
             if split.index is not None:
                 tensors[f"{name}.index"] = split.index
-        for k, curvature in enumerate(self.curvature):
-            tensors |= {f"curvature.{k}.A": curvature.A, f"curvature.{k}.B": curvature.B}
-        for k, head in enumerate(self.heads):
-            tensors[f"head.{k}.weight"] = head.weight
-            if head.bias is not None:
-                tensors[f"head.{k}.bias"] = head.bias
         overflow = next((key for key, value in tensors.items() if not tensorfiles.all_finite(value)), None)
         if overflow:
             raise InputError(f"{overflow} holds values beyond float16; save the trace as float32")
-        metadata: dict[str, Any] = {"classes": self.classes, "model": self.model, "budget_range": self.budget_range}
-        metadata |= {"unit": self.costs.unit} if self.costs.unit != "MACs" else {}
-        metadata = {key: value for key, value in metadata.items() if value is not None}
-        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
+        tensorfiles.write(
+            path, tensors, FORMAT, VERSION, pack_metadata(self.classes, self.model, self.budget_range, self.costs)
+        )
+
+    def _save_folder(self, path: Path, dtype: torch.dtype) -> None:
+        widths = [head.weight.shape[1] for head in self.heads]
+        with TraceFolderWriter(path, widths, dtype, force=True) as writer:
+            splits = {"val": self.val} if self.test is None else {"val": self.val, "test": self.test}
+            for name, split in splits.items():
+                for part in split.blocks():
+                    features = [x[part] for x in split.features]
+                    index = None if split.index is None else split.index[part]
+                    writer.append(name, features, split.labels[part], index)
+                writer.close_split(name)
+            writer.finish(
+                pack_layers(self.heads, self.curvature, self.costs),
+                pack_metadata(self.classes, self.model, self.budget_range, self.costs),
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read and check a trace; an `InputError` names the file and the first problem found in it."""
-        return tensorfiles.load(Path(path), FORMAT, VERSION, cls._from_tensors)
+        """Read and check a trace; features of a folder stay in its files, which must not change while they are used.
+
+        Args:
+            path: A safetensors file, or a folder, see `save`.
+
+        Raises:
+            InputError: The file or folder is not a trace, or is damaged; the message names the first problem.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            return tensorfiles.load(path, FORMAT, VERSION, cls._from_tensors)
+        if not is_trace_folder(path):
+            raise InputError(f"{path} is not a trace: it has no trace.json")
+        tensors, metadata = read_trace_folder(path)
+        return tensorfiles.build_from_file(path, cls._from_tensors, tensors, metadata)
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> "Trace":
@@ -275,6 +324,32 @@ class Trace:
             if not tensorfiles.all_finite(features):
                 sample = int((~torch.isfinite(features)).any(dim=1).nonzero()[0])
                 yield f"{name}.features.{k} holds a value that is not finite, first in sample {sample}"
+
+
+def pack_layers(heads: Sequence[HeadWeights], curvature: Sequence[Curvature], costs: Costs) -> dict[str, Tensor]:
+    """Return last layers (K,), curvature (K,) or none, and costs by the keys of a trace file."""
+    tensors = {"costs": torch.tensor(costs.values, dtype=torch.float64)}
+    if curvature:
+        tensors["curvature.n"] = torch.tensor([curvature[0].n])
+    for k, sums in enumerate(curvature):
+        tensors |= {f"curvature.{k}.A": sums.A, f"curvature.{k}.B": sums.B}
+    for k, head in enumerate(heads):
+        tensors[f"head.{k}.weight"] = head.weight
+        if head.bias is not None:
+            tensors[f"head.{k}.bias"] = head.bias
+    return tensors
+
+
+def pack_metadata(
+    classes: Sequence[str] | None,
+    model: Mapping[str, Any] | None,
+    budget_range: tuple[float, float] | None,
+    costs: Costs,
+) -> dict[str, Any]:
+    """Return what is known of a trace, and the unit of its costs, as in the header of a trace file."""
+    metadata: dict[str, Any] = {"classes": classes, "model": model, "budget_range": budget_range}
+    metadata |= {"unit": costs.unit} if costs.unit != "MACs" else {}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:

@@ -31,26 +31,26 @@ from exitwise.calibration.cross_validation import (
     select,
 )
 from exitwise.calibration.dropout import DropoutMasks
-from exitwise.calibration.ensembles import ENSEMBLES, Ensemble, ExitWeights
-from exitwise.calibration.exit_objective import ExitObjective
+from exitwise.calibration.ensembles import ENSEMBLES
+from exitwise.calibration.exit_objective import ExitObjective, LogProbRows
 from exitwise.calibration.laplace import MANY_CLASSES, MODES, CurvatureEigen, Mode
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, DEFAULT_DRAWS, Method, get_method, is_auto
 from exitwise.calibration.pool import fit_pool, pool_nlpd
+from exitwise.calibration.pool_objective import Rows
+from exitwise.calibration.sequential_tuning import AllClassesTuning, SequentialTuning, refine_all
 from exitwise.calibration.trace import Trace
 from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
-from exitwise.core.predictions import Array
 from exitwise.core.seeds import as_generator
 
 TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0)
 PRIOR_VARS = (0.5, 0.7, 1.0, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0)
 TEMPERATURE, PRIOR_VAR = 1.0, 2.0  # for methods that do not tune them
 
-_TIE = 5e-7  # NLPDs closer than this are equal within float32 rounding
+_MAX_POOLED = 1 << 28  # log-probabilities of all exits that are kept while a pool is fitted; more are computed anew
 
-# Limits of the continuous search: beyond them the NLPD is flat or the optimum is at infinity.
-TEMPERATURE_BOUNDS, PRIOR_BOUNDS = (0.05, 20.0), (0.01, 100.0)
+_TIE = 5e-7  # NLPDs closer than this are equal within float32 rounding
 
 SearchKind = Literal["grid", "continuous"]
 
@@ -176,7 +176,7 @@ class Tuner:
             ensemble = None
         weights = None if ensemble is None else self.trace.costs.values
         objectives = [self._get_objective(k, method) for k in range(self.trace.num_exits)]
-        tuning_class = _SequentialTuning if ensemble is None or ensemble.is_elementwise else _AllClassesTuning
+        tuning_class = SequentialTuning if ensemble is None or ensemble.is_elementwise else AllClassesTuning
         tuning = tuning_class(objectives, ensemble, None if weights is None else cost_weights(weights))
         grids = []
         for k in range(self.trace.num_exits):
@@ -191,17 +191,19 @@ class Tuner:
             tuning.choose((temperatures[best[0]], prior_vars[best[1]]), float(nlpd[best]))
             grids.append(Grid(temperatures, prior_vars, tuple(tuple(map(float, row)) for row in nlpd)))
         if self._search == "continuous" and (method.tune_temperature or method.tune_prior):
-            tuning = _refine_all(tuning, method)
+            tuning = refine_all(tuning, method)
         exits = tuple(
             self._make_exit(k, method, objective, point)
             for k, (objective, point) in enumerate(zip(objectives, tuning.points, strict=True))
         )
         pool, val_nlpd = None, tuple(tuning.values)
         if is_fitted:
-            log_probs = [
-                objective.all_log_probs(*point) for objective, point in zip(objectives, tuning.points, strict=True)
-            ]
             val = self.trace.val
+            is_kept = len(objectives) * len(val) * self.trace.num_classes <= _MAX_POOLED
+            log_probs: list[Rows] = [
+                objective.all_log_probs(*point) if is_kept else LogProbRows(objective, *point)
+                for objective, point in zip(objectives, tuning.points, strict=True)
+            ]
             last_layers = [(objective.head, objective.features) for objective in objectives]
             pool = fit_pool(log_probs, val.labels, last_layers=last_layers if method.tune_weights else None)
             val_nlpd = pool_nlpd(pool, log_probs, val.labels, val.features)
@@ -263,131 +265,6 @@ class Tuner:
 
     def _make_masks(self, k: int, method: Method) -> DropoutMasks | None:
         return None if method.dropout is None else DropoutMasks(method.dropout, self._uniforms[k] >= method.dropout)
-
-
-class _SequentialTuning:
-    """Points (T, var0) chosen exit by exit, and the NLPD at each: that of the exit, or of the ensemble up to it."""
-
-    def __init__(
-        self, exits: Sequence[ExitObjective], ensemble: Ensemble | None, weights: Sequence[ExitWeights] | None
-    ) -> None:
-        self._exits, self._ensemble, self._weights = exits, ensemble, weights
-        self.points: list[tuple[float, float]] = []
-        self.values: list[float] = []
-        # State of the ensemble of the exits chosen so far: of the true label (n,), or of all classes (n, c) if the
-        # ensemble is not elementwise.
-        self._state: Any = None
-
-    @property
-    def exit(self) -> ExitObjective:
-        """The next exit, whose point is not chosen yet."""
-        return self._exits[len(self.points)]
-
-    def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
-        """Return the NLPD (T, V) with the next exit at each grid point: the mean over samples, in float64."""
-        log_true = self._add_exit(self.exit.log_true(temperatures, prior_vars))
-        nlpd: Array = -log_true.double().mean(dim=2).numpy()
-        return nlpd
-
-    def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
-        """Compute log p(true label) (m,) with the next exit at one point, differentiable."""
-        return self._add_exit(self.exit.compute_log_true(temperature[None], prior_var[None], part)[0, 0], part)
-
-    def choose(self, point: tuple[float, float], value: float) -> None:
-        """Fix the next exit's point and its NLPD."""
-        self._state = self._advance(self._exit_log_probs(*point), self._state)[1]
-        self.points.append(point)
-        self.values.append(value)
-
-    def prefix(self, k: int) -> "_SequentialTuning":
-        """Return a copy in which only the first k exits are chosen."""
-        copy = type(self)(self._exits, self._ensemble, self._weights)
-        for point, value in zip(self.points[:k], self.values[:k], strict=True):
-            copy.choose(point, value)
-        return copy
-
-    def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
-        """Return log p of the next exit without the ensemble: true label (n,), or all classes (n, c)."""
-        return self.exit.log_true((temperature,), (prior_var,))[0, 0]
-
-    def _add_exit(self, log_probs: Tensor, part: slice = slice(None)) -> Tensor:
-        """Return log p of the ensemble with the next exit, from that exit's log p for the samples in `part`."""
-        return self._advance(log_probs, None if self._state is None else self._state[part])[0]
-
-    def _advance(self, log_probs: Tensor, state: Any) -> tuple[Tensor, Any]:
-        if self._ensemble is None or self._weights is None:
-            return log_probs, None
-        return self._ensemble.advance_log_probs(state, log_probs, self._weights[len(self.points)])
-
-
-class _AllClassesTuning(_SequentialTuning):
-    """Sequential tuning of an ensemble that is not elementwise, such as PoE: it needs all classes (n, c)."""
-
-    def nlpd(self, temperatures: Sequence[float], prior_vars: Sequence[float]) -> Array:
-        total = np.zeros((len(temperatures), len(prior_vars)))
-        with torch.no_grad():
-            for part in self.exit.sample_chunks():
-                for j, prior_var in enumerate(prior_vars):
-                    for i, log_probs in enumerate(self.exit.log_probs(temperatures, prior_var, part)):
-                        total[i, j] -= float(self._ensemble_log_true(log_probs, part).double().sum())
-        return total / len(self.exit)
-
-    def log_true(self, temperature: Tensor, prior_var: Tensor, part: slice) -> Tensor:
-        return self._ensemble_log_true(next(self.exit.log_probs(temperature[None], prior_var, part)), part)
-
-    def _exit_log_probs(self, temperature: float, prior_var: float) -> Tensor:
-        return self.exit.all_log_probs(temperature, prior_var)
-
-    def _ensemble_log_true(self, log_probs: Tensor, part: slice) -> Tensor:
-        """Return log p(true label) (m,) of the ensemble, from the next exit's log-probabilities (m, c)."""
-        return self._add_exit(log_probs, part).gather(1, self.exit.labels[part, None]).squeeze(1)
-
-
-def _refine_all(grid: _SequentialTuning, method: Method) -> _SequentialTuning:
-    """Refine the grid's points by gradient descent, so that no exit's NLPD is above the grid's.
-
-    A refined exit can make the ensembles after it worse. Where that happens, the earlier exits return to their grid
-    points.
-    """
-    tuning = grid.prefix(0)
-    for k, start in enumerate(grid.points):
-        point, value = _refine_exit(tuning, method, start)
-        if value > grid.values[k]:
-            tuning = grid.prefix(k)
-            point, value = _refine_exit(tuning, method, start)
-        tuning.choose(point, value)
-    return tuning
-
-
-def _refine_exit(
-    tuning: _SequentialTuning, method: Method, start: tuple[float, float]
-) -> tuple[tuple[float, float], float]:
-    """Run L-BFGS for the next exit from `start`; return the better of its result and `start`, and the NLPD there."""
-    bounds = torch.tensor([TEMPERATURE_BOUNDS, PRIOR_BOUNDS], dtype=torch.float64).log()
-    low, width = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-    free = torch.tensor([method.tune_temperature, method.tune_prior])
-    fixed = torch.tensor(start, dtype=torch.float64).log()
-    # A sigmoid keeps log T and log var0 within their bounds.
-    raw = ((fixed - low) / width).clamp(0.01, 0.99).logit().requires_grad_()
-    optimizer = torch.optim.LBFGS([raw], max_iter=25, max_eval=40, line_search_fn="strong_wolfe", tolerance_change=1e-7)
-
-    def point() -> Tensor:
-        return torch.where(free, low + width * raw.sigmoid(), fixed).exp()
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        total = 0.0
-        for part in tuning.exit.sample_chunks():
-            temperature, prior_var = point()
-            loss = -tuning.log_true(temperature.float(), prior_var, part).double().sum() / len(tuning.exit)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    temperature, prior_var = (float(x) for x in point().detach())
-    refined = ((temperature, prior_var), tuning.nlpd((temperature,), (prior_var,)).item())
-    return min(refined, (start, tuning.nlpd((start[0],), (start[1],)).item()), key=lambda pair: pair[1])
 
 
 def resolve_num_draws(num_draws: int | None, samples: int | None) -> int:

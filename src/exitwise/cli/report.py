@@ -67,7 +67,7 @@ def report(
         print(f"exitwise: {page} is rewritten after every epoch; keep it open in a browser", file=sys.stderr)
         with spinner("Waiting for the training"):
             rewrite_while_training(opened, page, command)
-    if not opened.trace_file.is_file() and (opened.directory / "history.csv").is_file():
+    if not opened.has_trace and (opened.directory / "history.csv").is_file():
         content = training_report(opened, live=False, command=command)
         write_page(content, page)
         if static is not None:

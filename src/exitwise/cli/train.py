@@ -145,21 +145,31 @@ def collect(
     batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 64,
     half: Annotated[bool, typer.Option("--half", help="Store features as float16: half the size.")] = False,
     ray: RayOption = None,
+    on_disk: Annotated[
+        bool | None,
+        typer.Option(
+            "--on-disk/--in-memory",
+            help="Write features to the folder RUN/trace while the net runs, or hold them in memory.",
+            show_default="on disk above 1 GiB",
+        ),
+    ] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the net once over every split and store the trace: features of val and test, curvature of train.
 
     An existing RUN has its net, dataset and split; results of its former trace are removed. A new RUN needs --data
-    (and --root, unless it is a folder), --checkpoint, and --model or --net.
+    (and --root, unless it is a folder), --checkpoint, and --model or --net. A collection on disk that was interrupted
+    resumes with the same command.
     """
     from exitwise.cli.progress import progress_bars
     from exitwise.runs.collect import CollectOptions, collect_existing_run, collect_new_run
+    from exitwise.runs.run import Run
 
     configure_logging()
     with progress_bars() as progress:
         _check_machine_of_ray(ray, machine)
-        options = CollectOptions(machine, batch_size, half, progress, ray)
+        options = CollectOptions(machine, batch_size, half, progress, on_disk, ray)
         if (run / "run.json").is_file():
             given = {"model": net.model, "checkpoint": checkpoint, **_options_of_new_data(data), "data": data.data}
             for name, value in given.items():
@@ -175,7 +185,7 @@ def collect(
     if as_json:
         splits = {"val": len(trace.val), "test": len(trace.test) if trace.test else 0, "train": trace.num_train}
         return print_json(run=str(run), exits=trace.num_exits, samples=splits, costs=list(trace.costs.values))
-    print(f"{trace!r} is in {run / 'trace.safetensors'}. Next: exitwise calibrate {shlex.quote(str(run))}")
+    print(f"{trace!r} is in {Run(run).trace_file}. Next: exitwise calibrate {shlex.quote(str(run))}")
     return None
 
 

@@ -7,6 +7,8 @@ another layout give results that differ in the last bits. Loaded and stored tens
 import torch
 from torch import Tensor
 
+from exitwise.core.mapped_rows import MappedRows
+
 ALIGNMENT = 64  # bytes, as PyTorch's CPU allocator
 
 
@@ -16,7 +18,12 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if it is contiguous and aligned, else a copy that is; differentiable."""
+    """Return the tensor itself if it is contiguous and aligned, else a copy that is; differentiable.
+
+    Rows in files are returned as they are: what is read of them is aligned.
+    """
+    if isinstance(tensor, MappedRows):
+        return tensor
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.files import atomic_write, check_digest_name, parse_json
+from exitwise.core.mapped_rows import MappedRows
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def _unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU that share no memory: the file format cannot express sharing."""
     separate, storages = {}, set()
     for key, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = (tensor[:] if isinstance(tensor, MappedRows) else tensor).detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
         separate[key] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
@@ -135,7 +136,16 @@ def check_format(path: Path, header: Mapping[str, str], format: str, version: in
 def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tensor], dict[str, Any]], T]) -> T:
     """Return `build(tensors, metadata)` of a file; errors of `build` become an InputError that names the file."""
     tensors, header = read(path)
-    metadata = check_format(path, header, format, version)
+    return build_from_file(path, build, tensors, check_format(path, header, format, version))
+
+
+def build_from_file(
+    path: Path,
+    build: Callable[[dict[str, Tensor], dict[str, Any]], T],
+    tensors: dict[str, Tensor],
+    metadata: dict[str, Any],
+) -> T:
+    """Return `build(tensors, metadata)`; its errors become an InputError that names the file they were read from."""
     try:
         return build(tensors, metadata)
     except KeyError as error:
@@ -145,7 +155,12 @@ def load(path: Path, format: str, version: int, build: Callable[[dict[str, Tenso
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; integers always are. Takes one pass and no temporary tensor."""
+    """Return whether every value is finite; integers always are. Takes one pass and no temporary tensor.
+
+    Rows in files were checked when the files were opened.
+    """
+    if isinstance(tensor, MappedRows):
+        return True
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach())
     if not tensor.is_floating_point() or not tensor.numel():

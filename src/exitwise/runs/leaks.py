@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from exitwise import data
+from exitwise.calibration.mc_softmax import chunk_slices
 from exitwise.calibration.trace import Trace
 from exitwise.core.errors import net_input_errors
+from exitwise.core.memory import align
 from exitwise.core.nested import describe
 from exitwise.data.folders import ImageFileSet, find_shared_files
 from exitwise.models.cascade import Cascade
@@ -93,8 +95,11 @@ def trace_accuracies(trace: Trace, exit: int = -1) -> list[Accuracy]:
     head, accuracies = trace.heads[exit], []
     for name, split in (("validation", trace.val), ("test", trace.test)):
         if split is not None and len(split):
-            logits = head.logits(split.features[exit])
-            accuracies.append(Accuracy(name, float((logits.argmax(1) == split.labels).double().mean()), len(split)))
+            correct = sum(
+                int((head.logits(align(split.features[exit][part])).argmax(1) == split.labels[part]).sum())
+                for part in chunk_slices(len(split), trace.num_classes)
+            )
+            accuracies.append(Accuracy(name, correct / len(split), len(split)))
     return accuracies
 
 

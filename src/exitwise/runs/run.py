@@ -14,6 +14,7 @@ from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import Method
 from exitwise.calibration.trace import Trace
+from exitwise.calibration.trace_folder import is_trace_folder
 from exitwise.core import tensorfiles
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
@@ -24,6 +25,7 @@ from exitwise.runs.chosen import ChosenClassifier
 from exitwise.training.history import History
 
 FORMAT, VERSION = "exitwise.run", 1
+TRACE_FILE, TRACE_FOLDER = "trace.safetensors", "trace"
 
 
 def _is_valid_attach(attach: Any) -> bool:
@@ -83,7 +85,13 @@ class Run:
 
     @property
     def trace_file(self) -> Path:
-        return self.directory / "trace.safetensors"
+        """The trace: the folder `trace` if there is one, else the file `trace.safetensors`, which may not exist."""
+        folder = self.directory / TRACE_FOLDER
+        return folder if is_trace_folder(folder) else self.directory / TRACE_FILE
+
+    @property
+    def has_trace(self) -> bool:
+        return self.trace_file.exists()
 
     def calibration_file(self, method: Method) -> Path:
         return self.directory / "calibrations" / f"{method.slug}.safetensors"
@@ -125,7 +133,7 @@ class Run:
         return len(History.load(file).epochs), planned
 
     def trace(self) -> Trace:
-        if not self.trace_file.is_file():
+        if not self.has_trace:
             raise InputError(f"{self.directory} has no trace yet: run `{self.command('collect')}` first")
         trace = Trace.load(self.trace_file)
         if self.net_file.is_file():

@@ -4,7 +4,6 @@ Data order, augmentation and dropout depend only on the seed, the epoch and the 
 recipe. A checkpoint of weights and momentum is therefore enough to resume bit for bit, from any batch.
 """
 
-import logging
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from exitwise.core import distributed
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import AllRanksError, InputError, first_line, shorten
 from exitwise.core.files import remove_partial_files
+from exitwise.core.locks import exclusive_lock
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.core.tensorfiles import all_finite
 from exitwise.data.batches import MicroBatches
@@ -38,12 +38,6 @@ from exitwise.training.recipes import Recipe, get_recipe
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-try:
-    import fcntl
-except ImportError:  # Windows: runs are not locked there
-    fcntl = None  # type: ignore[assignment]
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -319,7 +313,7 @@ class Trainer:
 
     def _run(self) -> History:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
-        with _exclusive_lock(self.folder), _stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
+        with _lock_run(self.folder), _stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
             self.callback.on_train_start(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
             if distributed.broadcast_object(self.checkpoints.newest() is None):
                 self.save()
@@ -472,24 +466,18 @@ class Trainer:
 
 
 @contextmanager
-def _exclusive_lock(folder: Path) -> Iterator[None]:
+def _lock_run(folder: Path) -> Iterator[None]:
     """Lock the run directory against concurrent training (released on process exit) and delete partial files."""
-    with ExitStack() as open_files:
-        distributed.run_on_rank_zero(lambda: _acquire_lock(folder, open_files))
+    with ExitStack() as locks:
+        distributed.run_on_rank_zero(lambda: _acquire_lock(folder, locks))
         yield
 
 
-def _acquire_lock(folder: Path, open_files: ExitStack) -> None:
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    file = open_files.enter_context((folder / "checkpoints" / "lock").open("w"))
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder} is being trained by another process") from None
-        except OSError:
-            _log.warning("%s: this file system has no locks, so a second training of the run is not prevented", folder)
-    for path in (folder, folder / "checkpoints"):
+def _acquire_lock(folder: Path, locks: ExitStack) -> None:
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    locks.enter_context(exclusive_lock(checkpoints / "lock", f"{folder} is being trained by another process"))
+    for path in (folder, checkpoints):
         remove_partial_files(path)
 
 
