@@ -106,8 +106,10 @@ def collect_existing_run(
         if isinstance(net, Cascade):
             warn_of_members(net, trace)
         if out is None:
+            remove_trace_folder(
+                directory / TRACE_FOLDER
+            )  # first: if killed in between, a run has no trace, not a former one
             trace.save(directory / TRACE_FILE, dtype=options.dtype)
-            remove_trace_folder(directory / TRACE_FOLDER)
         else:
             (directory / TRACE_FILE).unlink(missing_ok=True)
         run.remove_derived()
