@@ -56,7 +56,7 @@ class CalibratedExit:
 
     @property
     def uses_scale(self) -> bool:
-        """Whether predictions need only the scale of a sample's covariance, not its sampled logits."""
+        """Return whether predictions need only the scale of a sample's covariance, not its sampled logits."""
         return self.posterior is not None and self.posterior.mode == "paper"
 
     def equals(self, other: "CalibratedExit") -> bool:

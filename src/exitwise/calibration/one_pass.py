@@ -24,7 +24,7 @@ _BLOCK = 1 << 22  # samples times classes of a block
 
 
 class CalibratedExits(Protocol):
-    """What predictions need of a calibration."""
+    """Parts of a calibration that predictions are computed from."""
 
     @property
     def method(self) -> Method: ...

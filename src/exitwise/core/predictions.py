@@ -167,7 +167,7 @@ class Predictions:
 
     @property
     def _is_summarized(self) -> bool:
-        """Whether summaries are used instead of cached probabilities."""
+        """Return whether summaries are used instead of cached probabilities."""
         is_large = not self._keep or int(np.prod(self.shape)) > _MAX_CACHED_VALUES
         return self._compute_summaries is not None and is_large
 

@@ -1,4 +1,4 @@
-"""What evaluation, policies and the report need of predictions: a few numbers per sample and exit. NumPy only.
+"""Summaries of predictions for evaluation, policies and the report: a few numbers per sample and exit. NumPy only.
 
 Predictions (K, n, c) of many samples and classes do not fit in memory, their summaries (K, n) do. All of them are
 computed in one pass.
