@@ -194,6 +194,13 @@ def export(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the bundle.", show_default=False)],
     net: NetOption = None,
+    family: Annotated[
+        bool,
+        typer.Option(
+            "--family/--no-family",
+            help="Add policies for other budgets, from the first exit's cost to the last's, for `exitwise serve`.",
+        ),
+    ] = True,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -202,14 +209,17 @@ def export(
     Without options it is the run's chosen classifier: that of the last `exitwise evaluate`.
     """
     from exitwise.core.costs import format_cost
-    from exitwise.runs.deploy import build_classifier
+    from exitwise.runs.deploy import build_classifier, fit_family
     from exitwise.runs.run import Run
     from exitwise.runtime.export import require_onnx
 
     require_onnx()
     classifier, description = build_classifier(Run(run), options, join_nets(net))
-    classifier.export(out, force=force)
+    policies = fit_family(Run(run), classifier) if family else None
+    classifier.export(out, force=force, family=policies)
     print(f"exitwise: {description}", file=sys.stderr)
+    if policies is not None:
+        print(f"exitwise: for `exitwise serve`: {policies.describe()}", file=sys.stderr)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
         return print_json(bundle=str(out), files=files, policy=policy.to_dict())
