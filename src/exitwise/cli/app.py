@@ -16,6 +16,7 @@ from exitwise.cli.option_names import name_options, shorten_message
 from exitwise.cli.policies import evaluate, policies
 from exitwise.cli.report import report
 from exitwise.cli.rivals import rivals
+from exitwise.cli.serve import serve
 from exitwise.cli.start import demo, models
 from exitwise.cli.train import collect, train, train_heads
 from exitwise.core.errors import AllRanksError, InputError
@@ -29,7 +30,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Train": (train, train_heads, cascade, collect),
     "Calibrate": (calibrate, ablate),
     "Decide": (evaluate, policies, rivals),
-    "Deploy": (bench, export, predict),
+    "Deploy": (bench, export, predict, serve),
     "Inspect": (report, cost),
 }
 

@@ -17,13 +17,15 @@ from torch import Tensor
 from exitwise.core.cropping import MARGIN as MARGIN
 from exitwise.core.cropping import crop_center as _crop_center
 from exitwise.core.errors import InputError, UnreadableImageError
-from exitwise.core.preprocessing import Preprocessing
+from exitwise.core.image_files import SUFFIXES as SUFFIXES
+from exitwise.core.image_files import load_image as load_image
+from exitwise.core.image_files import open_rgb as _open_rgb
+from exitwise.core.image_files import require_pillow as require_pillow
 from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import Augmentation, hash_rows
 
 _log = logging.getLogger(__name__)
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 CALTECH256 = Archive(
     "256_ObjectCategories.tar",
@@ -31,7 +33,6 @@ CALTECH256 = Archive(
     "67b4f42ca05d46448c6bb8ecd2220f6d",
 )
 _END_BYTES = 1 << 14  # read at both ends of a file to compare it with others
-_ORIENTATION = 0x0112  # EXIF tag: how the stored pixels must be turned to be upright
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +88,6 @@ class ImageFileSet:
         if not readable:
             raise InputError(f"{self.root} has {len(self)} image files, but none can be read: {problems[0]}")
         return self[torch.tensor(readable)]
-
-
-def require_pillow(extra: str = "train") -> None:
-    """Raise an `InputError` that names the extra to install, unless Pillow can be imported."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise InputError(f"image files need Pillow: pip install 'exitwise[{extra}]'") from None
 
 
 def scan_class_folders(
@@ -260,60 +253,6 @@ def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list
     if augmentation.flip and draws[2] < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return np.asarray(image)
-
-
-def load_image(path: Path, preprocessing: Preprocessing) -> np.ndarray:
-    """Return an image file as uint8 (channels, size, size), scaled and cropped for a net's preprocessing."""
-    image = _open_rgb(path)
-    image = image.convert("L") if len(preprocessing.mean) == 1 else image
-    pixels = np.asarray(_crop_center(image, preprocessing.size, preprocessing.margin))
-    return np.array(np.atleast_3d(pixels).transpose(2, 0, 1), order="C")  # a writable copy
-
-
-def _open_rgb(path: Path) -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """Return an image file as RGB, turned upright by its EXIF orientation; raise InputError if it cannot be decoded."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as file:
-            file.load()  # Pillow turns a TIFF here and removes its orientation, so the tag is read afterwards
-            image, transpose = _convert_to_rgb(file), _upright_transpose(file)
-            return image if transpose is None else image.transpose(transpose)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for bad files
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise InputError(f"{path} cannot be read as an image ({reason})") from None
-
-
-def _convert_to_rgb(file: "Image.Image") -> "Image.Image":  # type: ignore[name-defined]  # noqa: F821
-    """Return an image of any mode as RGB, without transparency."""
-    from PIL import Image
-
-    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")  # Pillow would clip at 255
-    if file.mode in ("I", "F"):
-        raise ValueError("pixels of 32 bits, of unknown range")
-    file.info.pop("transparency", None)  # a palette's: Pillow would warn that RGB has none
-    return file.convert("RGB")
-
-
-def _upright_transpose(file: "Image.Image") -> "Image.Transpose | None":  # type: ignore[name-defined]  # noqa: F821
-    """Return how the pixels must be turned or mirrored according to EXIF; None if they are upright."""
-    from PIL.Image import Transpose
-
-    try:
-        orientation = file.getexif().get(_ORIENTATION, 1)
-    except Exception:  # damaged EXIF, for which Pillow raises many types: image viewers ignore it, too
-        return None
-    turns = (
-        Transpose.FLIP_LEFT_RIGHT,
-        Transpose.ROTATE_180,
-        Transpose.FLIP_TOP_BOTTOM,
-        Transpose.TRANSPOSE,
-        Transpose.ROTATE_270,
-        Transpose.TRANSVERSE,
-        Transpose.ROTATE_90,
-    )
-    return turns[orientation - 2] if orientation in range(2, 9) else None
 
 
 def _random_crop_box(width: int, height: int, draws: list[float]) -> tuple[float, float, float, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,19 +61,18 @@ class PolicyFamily:
     """Policies of one net on one score, with growing mean costs: a service can move between them.
 
     Args:
-        members: Policies with their accuracies, from the cheapest to the most expensive; plain policies become members
-            with the accuracy of their fit.
+        members: Policies with their accuracies, from the cheapest to the most expensive.
 
     Raises:
         InputError: If there are none, or they differ in score, unit or number of exits, or costs do not grow.
 
     Example:
         >>> import exitwise as ew
-        >>> from exitwise.policies.family import PolicyFamily
+        >>> from exitwise.policies.family import FamilyMember, PolicyFamily
         >>> trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))
         >>> preds = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val)
         >>> policies = ew.fit_policies(preds, trace.val.labels, trace.costs, budgets=[1e7, 2e7, 3e7])
-        >>> family = PolicyFamily(policies)
+        >>> family = PolicyFamily(tuple(map(FamilyMember.of, policies)))
         >>> len(family), family.index_for_budget(2.5e7), family[1].budget
         (3, 1, 20000000.0)
     """
@@ -80,18 +80,16 @@ class PolicyFamily:
     members: tuple[FamilyMember, ...]
 
     def __post_init__(self) -> None:
-        given = self.members
-        if not isinstance(given, Sequence) or not given:
-            raise InputError(f"a family must be several policies, but got {shorten(given)}")
-        members = tuple(each if isinstance(each, FamilyMember) else FamilyMember.of(each) for each in given)
-        object.__setattr__(self, "members", members)
+        members = self.members
+        if not isinstance(members, tuple) or not members or not all(isinstance(each, FamilyMember) for each in members):
+            raise InputError(f"`members` must be a tuple of FamilyMembers, but got {shorten(members)}")
         kinds = {(each.policy.score, each.policy.unit, len(each.policy.thresholds)) for each in members}
         if len(kinds) > 1:
             raise InputError(
                 f"policies of a family must have one score, unit and number of exits, but have {sorted(kinds)}"
             )
         costs = [each.cost for each in members]
-        if any(later <= earlier for earlier, later in zip(costs, costs[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(costs)):
             raise InputError(f"mean costs of a family must grow from policy to policy, but are {shorten(costs)}")
 
     def __len__(self) -> int:

@@ -65,8 +65,8 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
 def fit_family(run: Run, classifier: Classifier) -> PolicyFamily:
     """Fit policies for budgets from the cost of the first exit to that of the last, as the classifier's was fitted.
 
-    They use its calibration, score, strategy, objective and tuning samples, and are certified if its budget is. Policies
-    that are not more accurate on these samples than a cheaper one are left out; the classifier's own always stays.
+    They use its calibration, score, strategy, objective and tuning samples, and are certified if its budget is.
+    Policies that are not more accurate on these samples than a cheaper one are left out, except the classifier's own.
     """
     trace, policy = run.trace(), classifier.policy
     chosen = ChosenClassifier(

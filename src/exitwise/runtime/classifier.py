@@ -284,8 +284,8 @@ class Classifier(nn.Module):
             example: A batch of the net's input, a tensor (n, ...) or a dict or tuple of several. Needed only if neither
                 the preprocessing nor the net's preset gives the shape of an image.
             force: Whether to replace an existing bundle.
-            family: Policies for several budgets from `ew.fit_policies`, with growing mean costs: a service moves between
-                them under load.
+            family: Policies for several budgets from `ew.fit_policies`, with growing mean costs: a service moves
+                between them under load.
         """
         export(self, path, example, force, family)
 

@@ -25,7 +25,7 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
 from exitwise.policies.abstention import Abstention
-from exitwise.policies.family import PolicyFamily
+from exitwise.policies.family import FamilyMember, PolicyFamily
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets
 from exitwise.runtime import folding
@@ -110,7 +110,7 @@ def export(
     """
     require_onnx()
     if family is not None and not isinstance(family, PolicyFamily):
-        family = PolicyFamily(tuple(family))
+        family = PolicyFamily(tuple(map(FamilyMember.of, family)))
     if family is not None:
         family.check_fits(classifier.policy)
     batch = _make_example_batch(classifier, example)
