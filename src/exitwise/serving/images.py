@@ -13,6 +13,7 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.serving.errors import RequestError
 
 _MAX_NAME = 200  # characters of a file name that are repeated in the answer
+_RAW_TYPES = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")  # the last is curl's default
 _MAX_HEADER = 4096  # bytes of the headers of a part
 
 
@@ -43,7 +44,7 @@ def split_upload(content_type: str | None, body: bytes, max_images: int) -> list
     kind, options = parse_options_header(content_type)
     if kind == b"multipart/form-data":
         uploads = _split_multipart(options.get(b"boundary", b""), body, max_images)
-    elif kind in (b"", b"application/octet-stream") or kind.startswith(b"image/"):
+    elif kind in _RAW_TYPES or kind.startswith(b"image/"):
         uploads = [Upload(None, body)]
     else:
         raise RequestError(

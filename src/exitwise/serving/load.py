@@ -1,9 +1,11 @@
 """Load controller: chooses the policy of a family whose cost the measured speed can afford. Pure Python.
 
-The controller gets arrivals, batches and queue lengths with their times, and reads no clock. With the arrival rate r
-(samples per second), the speed s (cost per second of all threads) and q queued samples, the affordable mean cost is
+The controller gets arrivals, batches and queue lengths with their times, and reads no clock. A batch of cost x takes
+(overhead + x) / s seconds, with a measured speed s. Batches grow with the load; one that takes a quarter of the latency
+objective has about the cost x = s * slo / 4, so that the capacity is C = threads * s * x / (overhead + x). With the
+arrival rate r (samples per second) and q queued samples, the affordable mean cost is
 
-    a = utilization * s / (r + excess / horizon),   excess = max(0, q - r * slo / 4),
+    a = utilization * C / (r + excess / horizon),   excess = max(0, q - r * slo / 2),
 
 so that arrivals are served and a backlog is worked off within `horizon`. The most expensive policy with a cost of at
 most `a` is the target. Hysteresis: the policy becomes cheaper only if its cost exceeds the affordable one by the ratio
@@ -18,12 +20,13 @@ from math import exp, inf
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
 
-_UTILIZATION = 0.75  # of the compute threads, with a policy that the controller moves to
-_MAX_UTILIZATION = 0.92  # above it the policy becomes cheaper
+_UTILIZATION = 0.85  # of the compute threads, with a policy that the controller moves to
+_MAX_UTILIZATION = 1.0  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
+_IDLE_STEP, _MAX_IDLE = 0.1, 20.0  # seconds between the updates that are made up for after a pause, and of the pause
 _REGRET_TIME = 3.0  # a step up that is taken back within this many seconds doubles the patience
 
 
@@ -50,6 +53,7 @@ class LoadController:
         costs: Mean cost per sample of each policy, growing.
         slo: Latency objective in seconds.
         threads: Number of compute threads.
+        overhead: Time of an empty batch, as the cost that is computed in the same time.
         lowest: Index of the cheapest policy that may be used.
         highest: Index of the most expensive policy that may be used [default: the last].
 
@@ -68,13 +72,21 @@ class LoadController:
     """
 
     def __init__(
-        self, costs: Sequence[float], slo: float, threads: int = 1, lowest: int = 0, highest: int | None = None
+        self,
+        costs: Sequence[float],
+        slo: float,
+        threads: int = 1,
+        *,
+        overhead: float = 0.0,
+        lowest: int = 0,
+        highest: int | None = None,
     ) -> None:
         self._costs = [check_number("costs", cost, 0) for cost in costs]
         if not self._costs or sorted(set(self._costs)) != self._costs:
             raise InputError(f"`costs` must grow from policy to policy, but got {self._costs}")
         self._slo = check_number("slo", slo, 1e-4, 3600)
         self._threads = check_integer("threads", threads, 1)
+        self.overhead = check_number("overhead", overhead, 0)
         self.lowest = check_integer("lowest", lowest, 0, len(costs) - 1)
         self.highest = len(costs) - 1 if highest is None else check_integer("highest", highest, lowest, len(costs) - 1)
         self.index = self.highest
@@ -83,21 +95,28 @@ class LoadController:
         self._higher_since: float | None = None
         self._last_up = -inf
         self._patience = _PATIENCE
+        self._last_update: float | None = None
+        self._last_queued = 0
 
     def add_arrivals(self, now: float, count: int) -> None:
         """Record that `count` samples arrived."""
+        self._catch_up(now)
         self._fast.update(now, count)
         self._slow.update(now, count)
 
     def add_batch(self, cost: float, seconds: float) -> None:
         """Record a batch: the cost of its stage for all samples, and the seconds that it took on its thread."""
         keep = exp(-seconds / _SPEED_TIME)
-        self._cost, self._busy = keep * self._cost + cost, keep * self._busy + seconds
+        self._cost, self._busy = keep * self._cost + self.overhead + cost, keep * self._busy + seconds
 
     @property
-    def speed(self) -> float:
-        """Cost per second of all threads; infinite until something was measured."""
-        return self._threads * self._cost / self._busy if self._busy > 0 and self._cost > 0 else inf
+    def capacity(self) -> float:
+        """Cost per second of all threads, in batches of a quarter of the objective; infinite before any measurement."""
+        if self._busy <= 0 or self._cost <= 0:
+            return inf
+        speed = self._cost / self._busy
+        batch = speed * self._slo / 4
+        return self._threads * speed * batch / (self.overhead + batch)
 
     def arrival_rate(self, now: float) -> float:
         """Return the arrival rate in samples per second: the larger one of a fast and a slow average."""
@@ -107,14 +126,15 @@ class LoadController:
 
     def predict_wait(self, queued: int) -> float:
         """Return the seconds until `queued` samples are answered with the cheapest policy that may be used."""
-        return queued * self._costs[self.lowest] / self.speed
+        return queued * self._costs[self.lowest] / self.capacity
 
     def update(self, now: float, queued: int) -> int:
         """Return the index of the policy for the next samples, given the samples that are queued or running."""
+        self._last_update, self._last_queued = now, queued
         rate = self.arrival_rate(now)
-        excess = max(0.0, queued - rate * self._slo / 4)
+        excess = max(0.0, queued - rate * self._slo / 2)
         demand = rate + excess / max(self._slo, 0.05)
-        affordable = self.speed / demand if demand > 0 else inf
+        affordable = self.capacity / demand if demand > 0 else inf
         target = self._most_expensive(_UTILIZATION * affordable)
         if self._costs[self.index] > _MAX_UTILIZATION * affordable and target < self.index:
             if now - self._last_up < _REGRET_TIME:
@@ -130,6 +150,17 @@ class LoadController:
         if now - self._last_up > 2 * _REGRET_TIME:
             self._patience = _PATIENCE
         return self.index
+
+    def _catch_up(self, now: float) -> None:
+        """Make the updates that were not made while nothing was queued: without load there are no calls."""
+        if self._last_update is None or self._last_queued:
+            return
+        start = self._last_update
+        steps = int(min(now - start, _MAX_IDLE) / _IDLE_STEP)
+        for step in range(1, steps + 1):
+            if self.index == self.highest:
+                break
+            self.update(start + step * _IDLE_STEP, 0)
 
     def _most_expensive(self, affordable: float) -> int:
         allowed = range(self.lowest, self.highest + 1)

@@ -29,6 +29,7 @@ State = TypeVar("State")
 
 _log = logging.getLogger("exitwise.serving")
 _NUM_DURATIONS = 16  # recent batches per stage, of which the shortest bounds the time of the next
+_DURATION_AGE = 1.0  # seconds after which a measured time is forgotten, so that one long pause has no lasting effect
 
 
 class OverloadedError(InputError):
@@ -97,7 +98,7 @@ class Scheduler(Generic[State]):
         self._choose = STRATEGIES[check_choice("strategy", strategy, STRATEGIES)]
         self._on_batch, self._clock = on_batch, clock
         self._queues: list[StageQueue[State]] = [StageQueue() for _ in range(backend.num_exits)]
-        self._durations = [deque[float](maxlen=_NUM_DURATIONS) for _ in self._queues]
+        self._durations = [deque[tuple[float, float]](maxlen=_NUM_DURATIONS) for _ in self._queues]
         self._tickets: dict[int, Ticket] = {}
         self._next_number = 0
         self._pending = 0
@@ -201,8 +202,8 @@ class Scheduler(Generic[State]):
     def _take(self, stage: int) -> tuple[State, ActiveSamples, float, MixedPolicies] | None:
         """Take a batch of a stage, choose the policies of new requests, and drop what cannot be answered in time."""
         now = self._clock()
-        durations = self._durations[stage]
-        earliest_end = now + min(durations, default=0.0)
+        recent = (seconds for end, seconds in self._durations[stage] if now - end <= _DURATION_AGE)
+        earliest_end = now + min(recent, default=0.0)
         expired: list[Ticket] = []
 
         def find_live(ids: Array) -> Array:
@@ -220,8 +221,6 @@ class Scheduler(Generic[State]):
         batch = self._queues[stage].take(self.backend, self._max_batch, find_live)
         for ticket in expired:
             ticket.resolve(DeadlineError("the request could not be answered before its deadline"))
-        if expired and batch is None and durations:
-            durations.popleft()  # or one long pause would make all later requests look late
         if batch is None:
             return None
         state, samples, oldest = batch
@@ -278,7 +277,7 @@ class Scheduler(Generic[State]):
         """Give answers to their tickets and queue active samples for the next stage."""
         finished: list[Ticket] = []
         with self._condition:
-            self._durations[stage].append(seconds)
+            self._durations[stage].append((self._clock(), seconds))
             self.load.add_batch(float(self._costs[stage]) * size, seconds)
             for state, active, exited in results:
                 if len(active):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("exitwise.serving")
 _NUM_DECODERS = 2  # threads that parse requests and decode images
+_WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
+_WAIT_SHARE = 0.6  # of the latency objective that a request may wait; the rest is for computing it
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 
@@ -62,7 +65,7 @@ class LoadedBundle:
                 f"`budget` {settings.budget:g} allows no policy with the accuracy of `floor` {settings.floor:g}"
             )
         self.load = LoadController(
-            [member.cost for member in self.family], settings.slo, settings.threads, lowest, highest
+            [member.cost for member in self.family], settings.slo, settings.threads, lowest=lowest, highest=highest
         )
         self.scheduler: Scheduler[OnnxState] = Scheduler(
             self.backend,
@@ -70,7 +73,7 @@ class LoadedBundle:
             self.load,
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,
-            max_wait=settings.slo,
+            max_wait=_WAIT_SHARE * settings.slo,
             threads=settings.threads,
             strategy=settings.strategy,
             on_batch=metrics.add_batch,
@@ -89,11 +92,27 @@ class LoadedBundle:
         return described if member.accuracy is None else {**described, "expected_accuracy": member.accuracy}
 
     def warm_up(self) -> None:
-        """Run one image through all stages, so that errors of the graphs show before the first request."""
-        zeros = {spec.name: np.zeros((1, *spec.shape), dtype=spec.dtype) for spec in self.session.manifest.inputs}
-        state = self.backend.start(zeros)
-        for exit in range(self.backend.num_exits):
-            state, _ = self.backend.run(exit, state)
+        """Run small batches through all stages: errors show before the first request, and the speed is measured."""
+        costs = self.session.costs.values
+        single, several = self._time_batches(1), self._time_batches(_WARM_UP_BATCH)
+        per_sample = max((several - single) / (_WARM_UP_BATCH - 1), several / _WARM_UP_BATCH / 10)
+        per_stage = max(single - per_sample, 0.0) / len(costs)
+        self.load.overhead = per_stage / per_sample * costs[-1]
+        for _ in costs:
+            self.load.add_batch(_WARM_UP_BATCH * costs[-1] / len(costs), several / len(costs))
+
+    def _time_batches(self, size: int) -> float:
+        """Return the shortest time of a few batches that run to the last exit, in seconds."""
+        inputs = self.session.manifest.inputs
+        zeros = {spec.name: np.zeros((size, *spec.shape), dtype=spec.dtype) for spec in inputs}
+        times = []
+        for _ in range(_WARM_UPS):
+            start = time.perf_counter()
+            state = self.backend.start(zeros)
+            for exit in range(self.backend.num_exits):
+                state, _ = self.backend.run(exit, state)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
 
 class Service:
@@ -230,7 +249,7 @@ async def _wait(ticket: Ticket, receive: Callable[[], Awaitable[Any]]) -> Served
         raise ClientDisconnectedError
     finally:
         watcher.cancel()
-        answers.cancel()
+        ticket.future.cancel()  # has no effect on a future with a result
 
 
 def _parse_number(name: str, value: Any) -> float:
