@@ -1,12 +1,17 @@
-"""A bundle with a family of policies, and clients of an application without a network."""
+"""A bundle with a family of policies, clients of an application without a network, and server processes."""
 
 import io
+import re
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -79,12 +84,58 @@ def tensor(answer: Any, name: str) -> Array:
     return np.array(output["data"]).reshape(output["shape"])
 
 
-Expect = Callable[[Array, int], tuple[Array, Array]]
-
-
 def assert_rows_equal(probs: Array, exits: Array, images: Array, expected: Any) -> None:
     """Compare rows with what a session answers for each image alone."""
     for row, image in enumerate(images):
         alone = expected(image[None])
         assert exits[row] == alone.exits[0]
         assert np.abs(probs[row] - alone.probs[0]).max() < TOLERANCE
+
+
+class Server:
+    """A server process, its addresses, and what it wrote to stderr."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.urls: list[str] = []
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    def close(self) -> None:
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        while True:
+            for line in list(self.lines):
+                if match := re.search(pattern, line):
+                    return match
+            assert self.process.poll() is None or self._reader.is_alive(), self.lines
+            time.sleep(0.01)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.urls[0].split("//")[1].split(":")
+        return host, int(port)
+
+
+@contextmanager
+def started(bundle: Path, *options: str) -> Iterator[Server]:
+    words = [sys.executable, "-m", "exitwise", "serve", str(bundle), "--port", "0", *options]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    server = Server(process)
+    try:
+        names = ["", "metrics "] if "--metrics-port" in options else [""]
+        server.urls = [server.wait_for(f"serving {name}on (http\\S+)")[1] for name in names]
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        server.close()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -12,7 +11,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from command import Command
-from serving_cases import TOLERANCE, family_bundle, infer_body, png, some_images, tensor
+from serving_cases import TOLERANCE, Server, family_bundle, infer_body, png, some_images, started, tensor
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
@@ -29,55 +27,6 @@ from exitwise.serving.security import describe_exposure
 from exitwise.serving.settings import Settings, parse_duration, parse_size
 
 INFER = "/v2/models/model/infer"
-
-
-class Server:
-    """A server process, its addresses, and what it wrote to stderr."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self.urls: list[str] = []
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-
-    def close(self) -> None:
-        self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        while True:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match
-            assert self.process.poll() is None or self._reader.is_alive(), self.lines
-            time.sleep(0.01)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.urls[0].split("//")[1].split(":")
-        return host, int(port)
-
-
-@contextmanager
-def started(bundle: Path, *options: str) -> Iterator[Server]:
-    words = [sys.executable, "-m", "exitwise", "serve", str(bundle), "--port", "0", *options]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    server = Server(process)
-    try:
-        names = ["", "metrics "] if "--metrics-port" in options else [""]
-        server.urls = [server.wait_for(f"serving {name}on (http\\S+)")[1] for name in names]
-        yield server
-    finally:
-        process.kill()
-        process.wait()
-        server.close()
 
 
 @pytest.fixture(scope="module")
