@@ -47,7 +47,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         cycle: Any = self.cycle
         return cycle is None or cycle.response_complete
 

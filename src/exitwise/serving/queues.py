@@ -59,7 +59,7 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was answered, refused or cancelled."""
+        """True if it was answered, refused or cancelled."""
         return self.future.done()
 
     def ids(self) -> Array:

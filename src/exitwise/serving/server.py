@@ -29,7 +29,7 @@ _MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens, and what it needs for TLS.
+    """Addresses that the server listens on, with the files for TLS.
 
     Args:
         host: Name or address.

@@ -37,7 +37,7 @@ _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request may ask for: seconds until its deadline, and the index of its most expensive policy."""
+    """Wishes of a request: seconds until its deadline, and the index of the most expensive policy that it may get."""
 
     timeout: float
     max_policy: int | None = None
@@ -144,7 +144,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted."""
+        """True if requests are accepted."""
         return self._started and not self.draining
 
     async def reload(self) -> bool:
