@@ -1,17 +1,19 @@
 """A bundle with a family of policies, clients of an application without a network, and server processes."""
 
+import asyncio
 import io
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import wraps
 from math import inf
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -28,6 +30,7 @@ from exitwise.serving.settings import Settings
 SHAPE = (1, 8, 8)
 # A batch of another size is computed by other kernels, which sum in another order.
 TOLERANCE = 1e-5
+INFER = "/v2/models/model/infer"
 THRESHOLDS = ((-inf, -inf, -inf), (0.6, 0.5, -inf), (0.9, 0.8, -inf), (inf, inf, -inf))
 
 
@@ -99,7 +102,7 @@ class Server:
         self.process = process
         self.lines: list[str] = []
         self.urls: list[str] = []
-        self._reader = Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -139,3 +142,33 @@ def started(bundle: Path, *options: str) -> Iterator[Server]:
         process.kill()
         process.wait()
         server.close()
+
+
+def run_async(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine, in a loop of its own."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+class Gate:
+    """Holds the compute thread of a service, so that requests stay queued."""
+
+    def __init__(self, client: Any) -> None:
+        self.event = threading.Event()
+        backend = client.service.bundle.backend
+        run = backend.run
+
+        def wait(exit: int, state: Any) -> Any:
+            self.event.wait(30)
+            return run(exit, state)
+
+        backend.run = wait
+        self.scheduler = client.service.bundle.scheduler
+
+    async def until_pending(self, count: int) -> None:
+        while self.scheduler.pending != count:
+            await asyncio.sleep(0.005)

@@ -2,37 +2,31 @@
 
 import asyncio
 import json
-import logging
-import random
-import shutil
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import TOLERANCE, assert_rows_equal, family_bundle, infer_body, png, serving, some_images, tensor
+from serving_cases import (
+    INFER,
+    TOLERANCE,
+    Gate,
+    assert_rows_equal,
+    family_bundle,
+    infer_body,
+    png,
+    run_async,
+    serving,
+    some_images,
+    tensor,
+)
 
 import exitwise as ew
 from exitwise.core.image_files import load_image
-from exitwise.core.text import escape_controls
 from exitwise.runtime.onnx import Session
-from exitwise.serving.security import ApiKeys
 from exitwise.serving.settings import Settings
 
-INFER = "/v2/models/model/infer"
 KEY = "correct-horse-battery"
-
-
-def run_async(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test that is a coroutine, in a loop of its own."""
-
-    @wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(test(*arguments, **named))
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -249,28 +243,6 @@ async def test_limits(bundle: Path) -> None:
         assert packed.status_code == 415
 
 
-class Gate:
-    """Holds the compute thread of a service, so that requests stay queued."""
-
-    def __init__(self, client: Any) -> None:
-        import threading
-
-        self.event = threading.Event()
-        backend = client.service.bundle.backend
-        run = backend.run
-
-        def wait(exit: int, state: Any) -> Any:
-            self.event.wait(30)
-            return run(exit, state)
-
-        backend.run = wait
-        self.scheduler = client.service.bundle.scheduler
-
-    async def until_pending(self, count: int) -> None:
-        while self.scheduler.pending != count:
-            await asyncio.sleep(0.005)
-
-
 @run_async
 async def test_overload_is_refused_at_once(bundle: Path) -> None:
     async with serving(bundle, Settings(slo=60.0, max_queue=6)) as client:
@@ -359,198 +331,3 @@ async def test_an_image_that_fails_is_a_422_of_its_own_request(bundle: Path) -> 
         )
         assert [done.status_code for done in answers] == [200, 422, 200]
         assert answers[1].json() == {"error": "image 1: exit 0 cannot be computed"}
-
-
-@run_async
-async def test_keys(bundle: Path, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"# clients\n{KEY}\n\nanother-key-of-a-client\n")
-    async with serving(bundle, api_keys=ApiKeys.read(file)) as client:
-        assert (await client.get("/v2/health/ready")).status_code == 200  # probes have no key
-        for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
-            for path in ("/v2", "/metrics", "/openapi.json"):
-                refused = await client.get(path, headers=headers)
-                assert refused.status_code == 401
-                assert refused.headers["www-authenticate"] == "Bearer"
-        for headers in ({"X-API-Key": KEY}, {"Authorization": "Bearer another-key-of-a-client"}):
-            assert (await client.get("/v2", headers=headers)).status_code == 200
-    for text in ("", "short", "a key with spaces in it", "\x07" * 20):
-        file.write_text(text)
-        with pytest.raises(ew.InputError, match="`api_key_file`"):
-            ApiKeys.read(file)
-
-
-@run_async
-async def test_cors_is_off_unless_asked_for(bundle: Path) -> None:
-    origin = {"Origin": "https://page.example"}
-    async with serving(bundle) as client:
-        assert "access-control-allow-origin" not in (await client.get("/v2", headers=origin)).headers
-    async with serving(bundle, Settings(slo=5.0, cors=("https://page.example",))) as client:
-        allowed = await client.get("/v2", headers=origin)
-        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
-        other = await client.get("/v2", headers={"Origin": "https://other.example"})
-        assert "access-control-allow-origin" not in other.headers
-
-
-@run_async
-async def test_metrics_count_what_happened(bundle: Path) -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    async with serving(bundle) as client:
-        await client.post(INFER, json=infer_body(some_images(5)))
-        await client.post(INFER, json=infer_body(some_images(2), parameters={"budget": "30%"}))
-        await client.post(INFER, content=b"{")
-        text = (await client.get("/metrics")).text
-    values = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    assert values["exitwise_images_total",] == 7
-    assert (values["exitwise_exits_total", "0"], values["exitwise_exits_total", "2"]) == (2, 5)
-    assert values["exitwise_requests_total", "infer", "200"] == 2
-    assert values["exitwise_requests_total", "infer", "400"] == 1
-    assert values["exitwise_rejected_total", "invalid"] == 1
-    assert 0 < values["exitwise_confidence_sum_total",] <= 7
-    assert values["exitwise_policy_index",] == 3
-    assert values["exitwise_queue_length", "0"] == 0
-
-
-@run_async
-async def test_the_access_log_is_json_with_a_line_per_request(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "exitwise.serving.access")
-    async with serving(bundle) as client:
-        await client.post(INFER, json=infer_body(some_images(2)))
-        await client.get("/no%0Asuch%1B[31mpage")
-    lines = [record.getMessage() for record in caplog.records if record.name == "exitwise.serving.access"]
-    first, second = (json.loads(line) for line in lines)
-    assert (first["path"], first["status"], first["images"], first["policy"]) == (INFER, 200, 2, 3)
-    assert second["status"] == 404
-    assert all(escape_controls(line) == line for line in lines)
-
-
-@run_async
-async def test_a_changed_bundle_is_reloaded_and_a_broken_one_refused(bundle: Path, tmp_path: Path) -> None:
-    live = Path(shutil.copytree(bundle, tmp_path / "bundle"))
-    async with serving(live, Settings(slo=60.0)) as client:
-        gate = Gate(client)
-        queued = asyncio.create_task(client.post(INFER, json=infer_body(some_images(2))))
-        await gate.until_pending(2)
-        graph = (live / "stage1.onnx").read_bytes()
-        (live / "stage1.onnx").write_bytes(graph[:-1])
-        service = client.service  # type: ignore[attr-defined]
-        former = service.bundle
-        assert not await service.reload()
-        assert service.bundle is former
-        (live / "stage1.onnx").write_bytes(graph)
-        manifest = json.loads((live / "manifest.json").read_text())
-        manifest["classes"] = [f"new {name}" for name in manifest["classes"]]
-        del manifest["sha256"]
-        (live / "manifest.json").write_text(json.dumps(manifest))
-        assert await service.reload()
-        assert (await client.post("/classify", content=png())).json()["results"][0]["label"].startswith("new ")
-        assert not queued.done()
-        gate.event.set()  # the former bundle answers what it accepted
-        assert (await queued).status_code == 200
-        while former.scheduler._threads[0].is_alive():
-            await asyncio.sleep(0.01)
-        text = (await client.get("/metrics")).text
-        assert 'exitwise_reloads_total{result="refused"} 1.0' in text
-        assert 'exitwise_reloads_total{result="ok"} 1.0' in text
-
-
-@run_async
-async def test_openapi_lists_every_path(bundle: Path) -> None:
-    async with serving(bundle) as client:
-        document = (await client.get("/openapi.json")).json()
-        application = client._transport.app  # type: ignore[attr-defined]
-        paths = {route.path.replace("{name}", "model") for route in application.routes}
-        documented = set(document["paths"])
-        assert documented == {path for path in paths if "{version}" not in path} - {"/openapi.json"}
-
-
-def malformed(count: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return requests that are wrong in one way each, from a fixed seed."""
-    generator = random.Random(0)
-    good = infer_body(some_images(2))
-    spec = good["inputs"][0]
-    text = json.dumps(good).encode()
-    values: list[Any] = [None, True, -1, 0, 3.5, 1e308, 2**70, "x", [], {}, [[]], "NaN", [1, "2"], {"a": []}, "\ud800"]
-    boundary = {"Content-Type": "multipart/form-data; boundary=XX"}
-    part = b'--XX\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + png() + b"\r\n--XX--\r\n"
-
-    def changed(**fields: Any) -> bytes:
-        return json.dumps({"inputs": [{**spec, **fields}]}).encode()
-
-    makers: list[Callable[[], tuple[str, dict[str, Any]]]] = [
-        lambda: (INFER, {"content": text[: generator.randrange(len(text))]}),
-        lambda: (INFER, {"content": generator.randbytes(generator.randrange(1, 200))}),
-        lambda: (INFER, {"content": b"[" * generator.randrange(1, 100_000)}),
-        lambda: (INFER, {"content": changed(shape=generator.choice([*values, [2, 1, 8], [2, -1, 8, 8], [2**40, 1]]))}),
-        lambda: (INFER, {"content": changed(shape=[generator.choice([0, 1, 3, 200, 2**31, -2]), 1, 8, 8])}),
-        lambda: (INFER, {"content": changed(datatype=generator.choice([*values, "FP8", "BYTES", "INT64", "BOOL"]))}),
-        lambda: (INFER, {"content": changed(data=generator.choice([*values, [1.0] * 127, [[1.0], [1.0, 2.0]]]))}),
-        lambda: (INFER, {"content": changed(name=generator.choice([*values, "images", "", "a" * 1000]))}),
-        lambda: (INFER, {"content": changed(parameters={"binary_data_size": generator.choice([*values, 512])})}),
-        lambda: (INFER, {"content": json.dumps(good).replace("0.", "NaN, 0.", 1).encode()}),
-        lambda: (
-            INFER,
-            {"content": json.dumps({**good, "inputs": generator.choice([*values, [spec, spec]])}).encode()},
-        ),
-        lambda: (
-            (INFER, {"content": json.dumps({**good, "parameters": generator.choice(values[2:])}).encode()})
-            if (value := generator.choice([-1, 0, "x", "-5%", True, "1e999"])) is None
-            else (INFER, {"content": json.dumps({**good, "parameters": {"budget": value}}).encode()})
-        ),
-        lambda: (INFER, {"content": json.dumps({**good, "outputs": [generator.choice(values[1:])]}).encode()}),
-        lambda: (INFER, {"content": json.dumps({**good, "id": generator.choice([*values[1:7], ["a"]])}).encode()}),
-        lambda: (
-            INFER,
-            {
-                "content": text,
-                "headers": {
-                    "Inference-Header-Content-Length": generator.choice(
-                        ["-1", "0", "x", "9" * 30, "1e3", "10", "99999"]
-                    )
-                },
-            },
-        ),
-        lambda: ("/classify", {"content": generator.randbytes(generator.randrange(300))}),
-        lambda: ("/classify", {"content": png()[: generator.randrange(60)]}),
-        lambda: ("/classify", {"content": part[: generator.randrange(len(part) - 4)], "headers": boundary}),
-        lambda: ("/classify", {"content": part, "headers": {"Content-Type": "multipart/form-data"}}),
-        lambda: ("/classify", {"content": part.replace(b"\r\n", b"\n"), "headers": boundary}),
-        lambda: ("/classify", {"content": png(), "headers": {"Content-Type": generator.choice(["text/html", "a/b"])}}),
-        lambda: (
-            "/classify",
-            {"content": png(), "params": {"top": generator.choice(["0", "-1", "x", "\u0663", "9" * 50])}},
-        ),
-        lambda: (
-            "/classify",
-            {"content": png(), "params": {"deadline_ms": generator.choice(["0", "nan", "inf", "-3"])}},
-        ),
-        lambda: (
-            "/v2/models/" + generator.choice(["other", "..%2f..", "\u00e9", "x" * 5000]) + "/infer",
-            {"content": text},
-        ),
-    ]
-    return [makers[k % len(makers)]() for k in range(count)]
-
-
-@run_async
-async def test_malformed_requests_are_refused_and_harm_nothing(bundle: Path, session: Session) -> None:
-    limits = Settings(slo=60.0, max_images=100)
-    async with serving(bundle, limits) as client:
-        for number, (path, request) in enumerate(malformed(480)):
-            done = await client.post(path, **request)
-            assert 400 <= done.status_code < 500, (number, path, request, done.text)
-            assert set(done.json()) == {"error"}, (number, done.text)
-            assert str(bundle) not in done.text
-        for method, path in (("GET", INFER), ("DELETE", "/v2"), ("POST", "/v2"), ("GET", "/nothing"), ("GET", "/")):
-            done = await client.request(method, path)
-            assert done.status_code in (404, 405)
-            assert set(done.json()) == {"error"}
-        images = some_images(4)
-        answer = (await client.post(INFER, json=infer_body(images))).json()
-        assert_rows_equal(tensor(answer, "probs"), tensor(answer, "exits"), images, session)
-        assert client.service.bundle.scheduler.pending == 0  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.urls[0]
 
 
+@pytest.mark.slow
 def test_curl_lines(url: str, tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
@@ -48,6 +49,7 @@ def test_curl_lines(url: str, tmp_path: Path) -> None:
     assert [each["name"] for each in answers[4]["outputs"]] == ["probs", "predicted", "exits", "costs"]
 
 
+@pytest.mark.slow
 def test_the_python_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(import json\n.*?)```", GUIDE, flags=re.DOTALL)
     code = code.replace("http://localhost:8000", url).replace("(2, 3, 32, 32)", "(2, 1, 8, 8)")

@@ -19,14 +19,12 @@ import httpx
 import numpy as np
 import pytest
 from command import Command
-from serving_cases import TOLERANCE, Server, family_bundle, infer_body, png, some_images, started, tensor
+from serving_cases import INFER, TOLERANCE, Server, family_bundle, infer_body, png, some_images, started, tensor
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
 from exitwise.serving.security import describe_exposure
 from exitwise.serving.settings import Settings, parse_duration, parse_size
-
-INFER = "/v2/models/model/infer"
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +192,7 @@ def test_slow_headers_are_given_up() -> None:
     asyncio.run(try_it())
 
 
+@pytest.mark.slow
 def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Path, tmp_path: Path) -> None:
     """Requests are in flight all the time: every one that was accepted has its answer. Before, SIGHUP reloads."""
     live = Path(shutil.copytree(bundle, tmp_path / "bundle"))
@@ -237,6 +236,7 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Path, 
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(bundle: Path) -> None:
     """A body that never comes keeps the server waiting after the first."""
     with started(bundle, "--body-timeout", "60s") as server, socket.create_connection(server.address) as connection:
@@ -268,6 +268,7 @@ def test_tls_and_keys_of_the_command(bundle: Path, tmp_path: Path) -> None:
                 assert client.post(server.urls[0] + "/classify", content=png(), headers=headers).status_code == status
 
 
+@pytest.mark.slow
 def test_serving_does_not_import_torch(bundle: Path) -> None:
     script = f"""
 import sys

@@ -51,7 +51,7 @@ class LoadedBundle:
     """
 
     def __init__(self, path: Path, settings: Settings, metrics: Metrics) -> None:
-        self.session = Session(path, threads=1)
+        self.session = Session(path, threads=1, memory_patterns=False)  # batches have all sizes
         manifest = self.session.manifest
         own = FamilyMember.of(manifest.policy) if manifest.policy.cost is not None else None
         if own is None and manifest.family is None:
