@@ -156,10 +156,14 @@ async def _serve(servers: list[_Server], listeners: list[socket.socket], service
 
 def log_to_stderr() -> None:
     """Write the access log as lines of JSON, and other messages with the prefix `exitwise:`, to stderr."""
-    access, service = logging.getLogger("exitwise.serving.access"), _log
-    for logger, layout in ((access, "%(message)s"), (service, "exitwise: %(message)s")):
+    access, uvicorn_log = logging.getLogger("exitwise.serving.access"), logging.getLogger("uvicorn.error")
+    for logger, layout in (
+        (access, "%(message)s"),
+        (_log, "exitwise: %(message)s"),
+        (uvicorn_log, "exitwise: %(message)s"),
+    ):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(layout))
         logger.handlers = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.WARNING if logger is uvicorn_log else logging.INFO)
         logger.propagate = False

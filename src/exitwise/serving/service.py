@@ -221,7 +221,8 @@ class Service:
             ClientDisconnectedError: If the client went away; what waits for it is not computed.
             InputError: If the images do not fit the net.
         """
-        state = bundle.backend.start(images)
+        arrays = images.values() if isinstance(images, Mapping) else [images]
+        state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy)
         rows = await _wait(ticket, receive)
         self.update_metrics()
