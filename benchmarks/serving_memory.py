@@ -44,7 +44,10 @@ def main() -> None:
         results[name] = json.loads(done.stdout)
         print(describe(name, results[name]), flush=True)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"batches": arguments.batches, "settings": results}, indent=2) + "\n")
+        from record import machine  # which imports torch: not in the processes that are measured
+
+        found = {"machine": machine(), "batches": arguments.batches, "settings": results}
+        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def describe(name: str, result: dict[str, float]) -> str:

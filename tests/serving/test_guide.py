@@ -67,3 +67,13 @@ def test_every_option_in_the_guide_exists() -> None:
     mentioned = set(re.findall(r"(?<!\S)`?(--[a-z][a-z-]+)", GUIDE))
     assert mentioned - {"--data-binary"} <= options | {"--help"}
     assert len(mentioned) > 10
+
+
+def test_figures_of_memory_are_those_of_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from serving_memory import SETTINGS, describe
+
+    results = json.loads((ROOT / "benchmarks" / "results" / "serving_memory.json").read_text())["settings"]
+    assert set(results) == set(SETTINGS)
+    for name, result in results.items():
+        assert describe(name, result) in GUIDE

@@ -195,12 +195,13 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the bundle.", show_default=False)],
     net: NetOption = None,
     family: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--family/--no-family",
             help="Add policies for other budgets, from the first exit's cost to the last's, for `exitwise serve`.",
+            show_default="on if the run has its trace",
         ),
-    ] = True,
+    ] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -215,7 +216,10 @@ def export(
 
     require_onnx()
     classifier, description = build_classifier(Run(run), options, join_nets(net))
-    policies = fit_family(Run(run), classifier) if family else None
+    if family is None and not Run(run).trace_file.is_file():
+        print("exitwise: the run has no trace: the bundle has no policies for other budgets", file=sys.stderr)
+        family = False
+    policies = None if family is False else fit_family(Run(run), classifier)
     classifier.export(out, force=force, family=policies)
     print(f"exitwise: {description}", file=sys.stderr)
     if policies is not None:

@@ -83,7 +83,7 @@ def fit_family(run: Run, classifier: Classifier) -> PolicyFamily:
     options = replace(options, certificate=certificate, max_loss=None)
     costs = run.measured_costs() if policy.unit == "ms" != trace.costs.unit else trace.costs
     policies = []
-    for budget in family_budgets(costs):
+    for budget in family_budgets(costs) if len(costs) > 1 else []:
         try:
             policies.append(calibrated.fit_policy(costs, budget, options))
         except NotCertifiedError:
