@@ -134,6 +134,14 @@ def test_data_that_are_not_http_are_refused(server: Server) -> None:
         assert receive_all(connection).startswith(b"HTTP/1.1 400")
 
 
+def test_damaged_requests_write_nothing_but_the_access_log(server: Server) -> None:
+    damaged = b"--XX\nContent-Disposition: form-data\n\nabc"
+    headers = {"Content-Type": "multipart/form-data; boundary=XX"}
+    assert httpx.post(server.urls[0] + "/classify", content=damaged, headers=headers).status_code == 400
+    server.wait_for('"path": "/classify", "status": 400')
+    assert all(line.startswith(("{", "exitwise: serving ")) for line in server.lines), server.lines
+
+
 def test_too_many_connections_are_refused_and_the_others_served(server: Server) -> None:
     connections = [socket.create_connection(server.address) for _ in range(45)]
     try:

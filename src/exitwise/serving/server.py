@@ -22,7 +22,6 @@ from exitwise.serving.security import ApiKeys, describe_exposure
 from exitwise.serving.service import Service
 from exitwise.serving.settings import Settings
 
-_log = logging.getLogger("exitwise.serving")
 _KEEP_ALIVE = 10  # seconds between requests of a connection
 _MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
@@ -155,15 +154,20 @@ async def _serve(servers: list[_Server], listeners: list[socket.socket], service
 
 
 def log_to_stderr() -> None:
-    """Write the access log as lines of JSON, and other messages with the prefix `exitwise:`, to stderr."""
-    access, uvicorn_log = logging.getLogger("exitwise.serving.access"), logging.getLogger("uvicorn.error")
-    for logger, layout in (
-        (access, "%(message)s"),
-        (_log, "exitwise: %(message)s"),
-        (uvicorn_log, "exitwise: %(message)s"),
-    ):
-        handler = logging.StreamHandler(sys.stderr)
+    """Write the access log as lines of JSON, and other messages with the prefix `exitwise:`, to stderr.
+
+    Warnings of uvicorn and of the multipart parser are left out: any client can cause them, and each such request has
+    its line in the access log or no request at all.
+    """
+    layouts = {
+        "exitwise.serving.access": ("%(message)s", logging.INFO),
+        "exitwise.serving": ("exitwise: %(message)s", logging.INFO),
+        "uvicorn.error": ("exitwise: %(message)s", logging.ERROR),
+        "python_multipart": ("exitwise: %(message)s", logging.ERROR),
+    }
+    for name, (layout, level) in layouts.items():
+        logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(layout))
         logger.handlers = [handler]
-        logger.setLevel(logging.WARNING if logger is uvicorn_log else logging.INFO)
+        logger.setLevel(level)
         logger.propagate = False
