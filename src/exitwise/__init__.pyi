@@ -1,6 +1,7 @@
 from exitwise import data as data
 from exitwise import models as models
 from exitwise import runtime as runtime
+from exitwise import serving as serving
 from exitwise import zoo as zoo
 from exitwise.calibration.calibration import Calibration as Calibration
 from exitwise.calibration.collect import collect as collect

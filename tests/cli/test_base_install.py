@@ -10,7 +10,20 @@ import pytest
 from command import Command, contents, zoo_run
 from image_files import class_folders
 
-EXTRAS = ("PIL", "lightning_fabric", "matplotlib", "onnx", "onnxruntime", "onnxscript", "pooch", "sklearn")
+EXTRAS = (
+    "PIL",
+    "lightning_fabric",
+    "matplotlib",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "pooch",
+    "prometheus_client",
+    "python_multipart",
+    "sklearn",
+    "starlette",
+    "uvicorn",
+)
 NET = ("--model", "cifar100-resnet14", "--image-size", "32")
 
 
@@ -41,6 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["export", "run", "bundle", "--budget", "50%"], "onnx"),
         (["bench", "run", "--backend", "onnx"], "onnx"),
         (["score", "images", "--bundle", "bundle", "--out", "scores"], "score"),
+        (["serve", "run"], "serve"),
     ],
     ids=lambda words: " ".join(words[:4]) if isinstance(words, list) else words,
 )

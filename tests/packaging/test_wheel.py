@@ -131,6 +131,7 @@ NEEDS = (
     (["predict", "RUN", "images/a/one.ppm", "--budget", "50%", "--out", "rows.csv"], "train"),
     (["export", "RUN", "bundle", "--budget", "50%"], "onnx"),
     (["bench", "RUN", "--backend", "onnx"], "onnx"),
+    (["serve", "RUN"], "serve"),
 )
 
 

@@ -17,6 +17,7 @@ from exitwise.cli.policies import evaluate, policies
 from exitwise.cli.report import report
 from exitwise.cli.rivals import rivals
 from exitwise.cli.score import score
+from exitwise.cli.serve import serve
 from exitwise.cli.start import demo, models
 from exitwise.cli.train import collect, train, train_heads
 from exitwise.core.errors import AllRanksError, InputError
@@ -30,7 +31,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Train": (train, train_heads, cascade, collect),
     "Calibrate": (calibrate, ablate),
     "Decide": (evaluate, policies, rivals),
-    "Deploy": (bench, export, predict, score),
+    "Deploy": (bench, export, predict, score, serve),
     "Inspect": (report, cost),
 }
 

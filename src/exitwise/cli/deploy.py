@@ -194,6 +194,14 @@ def export(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the bundle.", show_default=False)],
     net: NetOption = None,
+    family: Annotated[
+        bool | None,
+        typer.Option(
+            "--family/--no-family",
+            help="Add policies for other budgets, from the first exit's cost to the last's, for `exitwise serve`.",
+            show_default="on if the run has its trace",
+        ),
+    ] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -202,14 +210,20 @@ def export(
     Without options it is the run's chosen classifier: that of the last `exitwise evaluate`.
     """
     from exitwise.core.costs import format_cost
-    from exitwise.runs.deploy import build_classifier
+    from exitwise.runs.deploy import build_classifier, fit_family
     from exitwise.runs.run import Run
     from exitwise.runtime.export import require_onnx
 
     require_onnx()
     classifier, description = build_classifier(Run(run), options, join_nets(net))
-    classifier.export(out, force=force)
+    if family is None and not Run(run).trace_file.is_file():
+        print("exitwise: the run has no trace: the bundle has no policies for other budgets", file=sys.stderr)
+        family = False
+    policies = None if family is False else fit_family(Run(run), classifier)
+    classifier.export(out, force=force, family=policies)
     print(f"exitwise: {description}", file=sys.stderr)
+    if policies is not None:
+        print(f"exitwise: for `exitwise serve`: {policies.describe()}", file=sys.stderr)
     policy, files = classifier.policy, sorted(path.name for path in out.iterdir())
     if as_json:
         return print_json(bundle=str(out), files=files, policy=policy.to_dict())

@@ -1,5 +1,6 @@
-"""Image files decoded with Pillow, which is imported on use. Does not import torch."""
+"""Decode image files with Pillow, which is imported on use. Does not import torch."""
 
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 PILLOW, DRAFT = DECODERS = ("pillow", "draft")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # Pillow's names of the formats of these suffixes
 _DRAFT_FACTOR = 2  # a draft has at least this many times the pixels per side that scaling leaves
 _ORIENTATION = 0x0112  # EXIF tag: how the stored pixels must be turned to be upright
 
@@ -42,6 +44,38 @@ def load_image(
     """
     side = _DRAFT_FACTOR * round(preprocessing.size * preprocessing.margin) if decoder == DRAFT else None
     image = open_rgb(file, name, side)
+    return _to_pixels(image, preprocessing)
+
+
+def decode_image(data: bytes, preprocessing: Preprocessing, max_pixels: int, name: str = "the image") -> Array:
+    """Return the bytes of an image file as uint8 (channels, size, size), as `load_image` does.
+
+    Args:
+        data: Contents of an image file from an unknown sender.
+        preprocessing: Size and channels of the result.
+        max_pixels: Largest number of pixels; a larger image is refused before it is decoded.
+        name: Name of the image for messages.
+
+    Raises:
+        InputError: If the data are not an image of a known format, or it has too many pixels.
+    """
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(BytesIO(data), formats=FORMATS) as file:
+            width, height = file.size
+            if width * height > max_pixels:
+                raise InputError(f"{name} has {width} x {height} pixels, but at most {max_pixels:,} are allowed")
+            return _to_pixels(_load_rgb(file), preprocessing)
+    except InputError:
+        raise
+    except MemoryError:
+        raise
+    except Exception:  # Pillow's decoders raise errors of many types for damaged data, some of which name internals
+        raise InputError(f"{name} cannot be read as an image of type {', '.join(FORMATS)}") from None
+
+
+def _to_pixels(image: "Image.Image", preprocessing: Preprocessing) -> Array:
     image = image.convert("L") if len(preprocessing.mean) == 1 else image
     pixels = np.asarray(crop_center(image, preprocessing.size, preprocessing.margin))
     return np.array(np.atleast_3d(pixels).transpose(2, 0, 1), order="C")  # a writable copy
@@ -74,14 +108,18 @@ def open_rgb(file: Path | bytes, name: str | None = None, draft_side: int | None
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
             if draft_side is not None:
                 opened.draft(None, (draft_side, draft_side))  # does nothing to other formats
-            opened.load()  # Pillow turns a TIFF here and removes its orientation, so the tag is read afterwards
-            image, transpose = _convert_to_rgb(opened), _upright_transpose(opened)
-            return image if transpose is None else image.transpose(transpose)
+            return _load_rgb(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for bad files
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         if isinstance(error, UnidentifiedImageError) and isinstance(file, bytes):
             reason = "cannot identify image file"  # Pillow names an address in memory
         raise InputError(f"{name or file!s} cannot be read as an image ({reason})") from None
+
+
+def _load_rgb(file: "Image.Image") -> "Image.Image":
+    file.load()  # Pillow turns a TIFF here and removes its orientation, so the tag is read afterwards
+    image, transpose = _convert_to_rgb(file), _upright_transpose(file)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _convert_to_rgb(file: "Image.Image") -> "Image.Image":

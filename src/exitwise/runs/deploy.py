@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from exitwise.calibration.methods import AUTO, VANILLA, Method, parse_method
 from exitwise.calibration.trace import Trace
 from exitwise.calibration.tuning import Tuner
-from exitwise.core.costs import Costs
+from exitwise.core.costs import Costs, format_cost
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
-from exitwise.policies.certificate import Certificate
+from exitwise.policies.certificate import Certificate, NotCertifiedError
+from exitwise.policies.family import FamilyMember, PolicyFamily, family_budgets, select_family, with_accuracy
 from exitwise.policies.policy import Policy
 from exitwise.policies.scores import AUTO as AUTO_SCORE
 from exitwise.runs.answers import AnswerOptions
@@ -57,6 +60,50 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
         abstention=chosen.abstention,
     )
     return classifier, f"{chosen.describe()} ({origin})"
+
+
+def fit_family(run: Run, classifier: Classifier) -> PolicyFamily:
+    """Fit policies for budgets from the cost of the first exit to that of the last, as the classifier's was fitted.
+
+    They use its calibration, score, strategy, objective and tuning samples, and are certified if its budget is.
+    Policies that are not more accurate on these samples than a cheaper one are left out, except the classifier's own.
+    """
+    trace, policy = run.trace(), classifier.policy
+    chosen = ChosenClassifier(
+        classifier.calibration, policy, trace.classes, sets=classifier.sets, abstention=classifier.abstention
+    )
+    options = _with_answers(PolicyOptions.of(policy), chosen)
+    method = chosen.calibration.method
+    calibrated = _calibrate(run, trace, method, ClassifierOptions(), options, chosen)
+    certificate, guarantee = options.certificate, policy.guarantee
+    if guarantee is None or guarantee.budget_delta is None or certificate is None:
+        certificate = None
+    else:
+        certificate = Certificate(guarantee.budget_delta, hold=certificate.hold, seed=certificate.seed)
+    options = replace(options, certificate=certificate, max_loss=None)
+    costs = run.measured_costs() if policy.unit == "ms" != trace.costs.unit else trace.costs
+    policies = []
+    for budget in family_budgets(costs) if len(costs) > 1 else []:
+        try:
+            policies.append(calibrated.fit_policy(costs, budget, options))
+        except NotCertifiedError:
+            print(
+                f"exitwise: no policy for {format_cost(budget, costs.unit)} is certified: the family has none there",
+                file=sys.stderr,
+            )
+    members = [_measure_accuracy(FamilyMember.of(each), calibrated) for each in policies]
+    if policy.cost is None:
+        return select_family(members)
+    return select_family(members, _measure_accuracy(FamilyMember.of(policy), calibrated))
+
+
+def _measure_accuracy(member: FamilyMember, calibrated: CalibratedSplits) -> FamilyMember:
+    """Return a member with an accuracy: that of its fit or, for other objectives, that on the tuning samples."""
+    if member.accuracy is not None:
+        return member
+    exits, labels = member.policy.exits(calibrated.preds), calibrated.val.labels.numpy()
+    predicted = calibrated.preds.predicted[exits, np.arange(len(labels))]
+    return with_accuracy(member, float((predicted == labels).mean()))
 
 
 def _fit_classifier(run: Run, options: ClassifierOptions, chosen: ChosenClassifier | None) -> ChosenClassifier:

@@ -13,6 +13,7 @@ from exitwise.core.errors import InputError, first_line
 from exitwise.core.files import read_json, write_json
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.policies.abstention import Abstention
+from exitwise.policies.family import PolicyFamily
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for
 
@@ -93,6 +94,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     sets: PredictionSets | None = None
     abstention: Abstention | None = None
+    family: PolicyFamily | None = None  # policies for other budgets, between which a service moves
 
     def __post_init__(self) -> None:
         check_integer("num_classes", self.num_classes, minimum=1)
@@ -104,6 +106,8 @@ class Manifest:
         for fitted in (self.sets, self.abstention):
             if fitted is not None:
                 check_fitted_for(fitted, self.policy, self.num_classes)
+        if self.family is not None:
+            self.family.check_fits(self.policy)
         if self.policy.unit != self.costs.unit:
             raise InputError(f"its policy is in {self.policy.unit}, but its costs are in {self.costs.unit}")
         if self.classes is not None and len(self.classes) != self.num_classes:
@@ -186,6 +190,8 @@ class Manifest:
         for name in ("sets", "abstention"):  # absent if there are none, as in former bundles
             if (fitted := getattr(self, name)) is not None:
                 data[name] = fitted.to_dict()
+        if self.family is not None:  # absent in former bundles
+            data["family"] = self.family.to_dicts(self.policy)
         write_json(folder / MANIFEST, data)
 
     @classmethod
@@ -203,13 +209,14 @@ class Manifest:
             raise InputError(f"{path} has opset {data.get('opset')!r}, but this exitwise runs opset {OPSET}")
         try:
             preprocessing, classes = data["preprocessing"], data["classes"]
-            sets, abstention = data.get("sets"), data.get("abstention")
+            sets, abstention, family = data.get("sets"), data.get("abstention"), data.get("family")
+            policy = Policy.from_dict(data["policy"])
             return cls(
                 graphs=tuple(StageGraphInfo(**graph) for graph in data["graphs"]),
                 memory=data["memory"],
                 inputs=tuple(InputSpec(**spec) for spec in data["inputs"]),
                 num_classes=data["num_classes"],
-                policy=Policy.from_dict(data["policy"]),
+                policy=policy,
                 costs=Costs(**data["costs"]),
                 classes=None if classes is None else tuple(str(name) for name in classes),
                 preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
@@ -217,6 +224,7 @@ class Manifest:
                 versions={str(key): str(value) for key, value in data["versions"].items()},
                 sets=None if sets is None else PredictionSets.from_dict(sets),
                 abstention=None if abstention is None else Abstention.from_dict(abstention),
+                family=None if family is None else PolicyFamily.from_dicts(family, policy),
             )
         except KeyError as error:
             raise InputError(f"{path} lacks {error.args[0]!r}") from None

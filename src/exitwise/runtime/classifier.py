@@ -22,6 +22,7 @@ from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import check_state_dict, load_state, restore_on_error
 from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
+from exitwise.policies.family import PolicyFamily
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for
 from exitwise.runtime import engine, folding
@@ -267,7 +268,13 @@ class Classifier(nn.Module):
         classifier.optimized = optimized
         return classifier
 
-    def export(self, path: str | Path, example: Any = None, force: bool = False) -> None:
+    def export(
+        self,
+        path: str | Path,
+        example: Any = None,
+        force: bool = False,
+        family: PolicyFamily | Sequence[Policy] | None = None,
+    ) -> None:
         """Write an ONNX bundle: a graph per stage with its calibrated exit, and a manifest. Needs `exitwise[onnx]`.
 
         `exitwise.runtime.onnx.Session` runs it without torch.
@@ -277,8 +284,10 @@ class Classifier(nn.Module):
             example: A batch of the net's input, a tensor (n, ...) or a dict or tuple of several. Needed only if neither
                 the preprocessing nor the net's preset gives the shape of an image.
             force: Whether to replace an existing bundle.
+            family: Policies for several budgets from `ew.fit_policies`, with growing mean costs: a service moves
+                between them under load.
         """
-        export(self, path, example, force)
+        export(self, path, example, force, family)
 
 
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

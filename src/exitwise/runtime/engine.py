@@ -117,8 +117,16 @@ class ExitedSamples:
     non_finite: Array
 
 
+class ExitRule(Protocol):
+    """Decision where samples exit: a `Policy`, or several of them in one batch."""
+
+    def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Return the exit mask (n,) and the score state (n, m), as `Policy.exit_mask` does."""
+        ...
+
+
 def run_exit(
-    backend: Backend[State], policy: Policy, exit: int, state: State, samples: ActiveSamples
+    backend: Backend[State], policy: ExitRule, exit: int, state: State, samples: ActiveSamples
 ) -> tuple[State, ActiveSamples, ExitedSamples]:
     """Run one stage and its exit; return the compacted stage state, the active samples and the exited samples.
 

@@ -25,6 +25,7 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.version import __version__
 from exitwise.models.net import Head, MultiExitNet
 from exitwise.policies.abstention import Abstention
+from exitwise.policies.family import FamilyMember, PolicyFamily
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets
 from exitwise.runtime import folding
@@ -90,7 +91,13 @@ def require_onnx() -> None:
         raise InputError(f"exporting needs {error.name}: pip install 'exitwise[onnx]'") from None
 
 
-def export(classifier: Exportable, path: str | Path, example: Any = None, force: bool = False) -> None:
+def export(
+    classifier: Exportable,
+    path: str | Path,
+    example: Any = None,
+    force: bool = False,
+    family: PolicyFamily | Sequence[Policy] | None = None,
+) -> None:
     """Write the bundle to a folder atomically.
 
     Args:
@@ -99,8 +106,13 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
         example: A batch of the net's input, a tensor (n, ...) or a dict or tuple of several. Needed only if neither
             the preprocessing nor the net's preset gives the shape of an image.
         force: Whether to replace an existing bundle.
+        family: Policies for several budgets, from the cheapest to the most expensive, for a service.
     """
     require_onnx()
+    if family is not None and not isinstance(family, PolicyFamily):
+        family = PolicyFamily(tuple(map(FamilyMember.of, family)))
+    if family is not None:
+        family.check_fits(classifier.policy)
     batch = _make_example_batch(classifier, example)
     inputs = _describe_inputs(batch)
     with atomic_directory(path, force, MANIFEST, "a bundle") as folder:
@@ -123,6 +135,7 @@ def export(classifier: Exportable, path: str | Path, example: Any = None, force:
             },
             sets=classifier.sets,
             abstention=classifier.abstention,
+            family=family,
         ).save(folder)
 
 

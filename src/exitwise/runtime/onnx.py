@@ -39,6 +39,8 @@ class Session:
         policy: Replaces the policy of the bundle, for another budget. Prediction sets and abstention of the bundle were
             fitted for its own policy: with other thresholds, predictions have neither.
         check_range: Refuse floats that are plainly not normalized, if the bundle has a preprocessing.
+        memory_patterns: Let onnxruntime plan memory for every batch size and keep it. Without, a process with batches
+            of many sizes needs less memory, which does not grow.
 
     Raises:
         InputError: If the bundle is incomplete, was changed after the export or cannot be run by onnxruntime.
@@ -51,10 +53,12 @@ class Session:
         threads: int | None = None,
         policy: Policy | None = None,
         check_range: bool = True,
+        memory_patterns: bool = True,
     ) -> None:
         if threads is not None:
             check_integer("threads", threads, minimum=1)
         self.check_range = check_bool("check_range", check_range)
+        check_bool("memory_patterns", memory_patterns)
         folder = Path(path)
         self.manifest = Manifest.load(folder)
         self.policy = self._check_policy(policy) if policy is not None else self.manifest.policy
@@ -70,7 +74,7 @@ class Session:
         # All files are checked before onnxruntime reads the first.
         graphs = [self.manifest.read_graph(folder, exit) for exit in range(len(self.manifest.graphs))]
         self._sessions = [
-            inference_session(graph, threads, folder / info.file)
+            inference_session(graph, threads, folder / info.file, memory_patterns)
             for graph, info in zip(graphs, self.manifest.graphs, strict=True)
         ]
         self._carried = [self.manifest.carried_outputs(exit) for exit in range(len(graphs))]
@@ -267,7 +271,9 @@ def _argument_name(spec: InputSpec) -> str:
     return "images" if spec.name == "image" else spec.name
 
 
-def inference_session(graph: bytes, threads: int | None, path: Path) -> "InferenceSession":
+def inference_session(
+    graph: bytes, threads: int | None, path: Path, memory_patterns: bool = True
+) -> "InferenceSession":
     """Load a graph into onnxruntime, to run on the CPU; errors name `path`.
 
     A graph with external data is refused: onnxruntime would read it from any file that the graph names.
@@ -289,6 +295,7 @@ def inference_session(graph: bytes, threads: int | None, path: Path) -> "Inferen
     options.inter_op_num_threads = 1
     # Each graph has its own threads, which must not occupy a core while another graph runs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.enable_mem_pattern = memory_patterns
     options.log_severity_level = 3
     try:
         return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

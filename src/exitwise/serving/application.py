@@ -1,0 +1,333 @@
+"""The ASGI application: Open Inference Protocol V2, image files at /classify, metrics, and the OpenAPI document."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from exitwise.core.checks import check_integer
+from exitwise.core.errors import InputError, shorten
+from exitwise.core.version import __version__
+from exitwise.serving import protocol
+from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
+from exitwise.serving.images import Upload, decode_uploads, split_upload
+from exitwise.serving.middleware import AccessLog, RequireApiKey
+from exitwise.serving.openapi import describe_api
+from exitwise.serving.queues import DeadlineError, ServedRows
+from exitwise.serving.scheduler import ClosedError, OverloadedError
+from exitwise.serving.security import ApiKeys
+from exitwise.serving.service import LoadedBundle, Service, output_tensors
+from exitwise.serving.settings import Settings
+
+_DEFAULT_TOP = 5  # classes that /classify lists for each image
+
+
+def app(
+    bundle: str | Path,
+    settings: Settings | None = None,
+    *,
+    api_keys: ApiKeys | None = None,
+    metrics: bool = True,
+) -> Starlette:
+    """Return an ASGI application that serves a bundle; it runs the bundle between lifespan startup and shutdown.
+
+    Args:
+        bundle: Folder that `Classifier.export` or `exitwise export` wrote.
+        settings: Limits and objectives; see `Settings`.
+        api_keys: Keys that clients must have.
+        metrics: Whether /metrics is part of it.
+
+    Returns:
+        The application, with the service as `app.state.service`.
+
+    Raises:
+        InputError: If the bundle is not usable, the settings do not fit it, or the extra `serve` is not installed.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.serving.app("nowhere")
+        Traceback (most recent call last):
+        exitwise.core.errors.InputError: nowhere is not a bundle: it has no manifest.json
+    """
+    require_serve()
+    service = Service(bundle, settings or Settings())
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    middleware = [Middleware(AccessLog, metrics=service.metrics)]
+    if service.settings.cors:
+        allowed = ["Authorization", "Content-Type", "X-API-Key", protocol.HEADER_LENGTH]
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(service.settings.cors),
+                allow_methods=["GET", "POST"],
+                allow_headers=allowed,
+            )
+        )
+    if api_keys is not None:
+        middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
+    endpoints = _Endpoints(service)
+    application = Starlette(
+        routes=endpoints.routes(metrics),
+        middleware=middleware,
+        exception_handlers={
+            InputError: endpoints.refuse,
+            HTTPException: endpoints.refuse,
+            ClientDisconnect: _pass_disconnect,
+            Exception: _fail,
+        },
+        lifespan=lifespan,
+    )
+    application.state.service = service
+    return application
+
+
+def metrics_app(service: Service) -> Starlette:
+    """Return an application that serves only the metrics of a service, for a port of their own."""
+    endpoints = _Endpoints(service)
+    return Starlette(routes=[Route("/metrics", endpoints.metrics)], exception_handlers={HTTPException: _refuse_http})
+
+
+def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of ASCII JSON: escapes keep every string valid, also lone surrogates."""
+    return Response(json.dumps(data, allow_nan=False), status, headers, "application/json")
+
+
+async def _fail(_: Request, __: Exception) -> Response:
+    return _json({"error": "internal error"}, 500)
+
+
+async def _pass_disconnect(_: Request, __: Exception) -> Response:
+    raise ClientDisconnectedError
+
+
+async def _refuse_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code, error.headers)
+
+
+class _Endpoints:
+    """Handlers of the application."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._settings = service, service.settings
+
+    def routes(self, metrics: bool) -> list[Route]:
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        routes = [
+            Route("/v2", self.describe_server),
+            Route("/v2/health/live", self.live),
+            Route("/v2/health/ready", self.ready),
+            Route("/classify", self.classify, methods=["POST"]),
+            Route("/openapi.json", self.openapi),
+        ]
+        for path in (model, version):
+            routes += [
+                Route(path, self.describe_model),
+                Route(f"{path}/ready", self.model_ready),
+                Route(f"{path}/infer", self.infer, methods=["POST"]),
+            ]
+        return [*routes, Route("/metrics", self.metrics)] if metrics else routes
+
+    async def live(self, request: Request) -> Response:
+        _note(request, endpoint="health")
+        return _json({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        _note(request, endpoint="health")
+        is_ready = self._service.is_ready
+        return _json({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def describe_server(self, request: Request) -> Response:
+        _note(request, endpoint="metadata")
+        return _json({"name": "exitwise", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def model_ready(self, request: Request) -> Response:
+        self._check_model(request)
+        _note(request, endpoint="health")
+        is_ready = self._service.is_ready
+        return _json({"name": self._settings.name, "ready": is_ready}, 200 if is_ready else 503)
+
+    async def describe_model(self, request: Request) -> Response:
+        self._check_model(request)
+        _note(request, endpoint="metadata")
+        bundle = self._service.bundle
+        manifest = bundle.session.manifest
+        data = protocol.describe_model(self._settings.name, manifest.inputs, manifest.num_classes)
+        data["parameters"] = {
+            "unit": bundle.unit,
+            "method": manifest.method,
+            "policies": [bundle.describe_policy(index) for index in range(len(bundle.family))],
+            "costs": list(bundle.session.costs.values),
+            "classes": None if manifest.classes is None else list(manifest.classes),
+        }
+        return _json(data)
+
+    async def openapi(self, request: Request) -> Response:
+        _note(request, endpoint="metadata")
+        return _json(describe_api(self._settings.name, self._settings.max_images))
+
+    async def metrics(self, request: Request) -> Response:
+        _note(request, endpoint="metrics")
+        self._service.update_metrics()
+        return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _check_model(self, request: Request) -> None:
+        name, version = request.path_params["name"], request.path_params.get("version", "1")
+        if name != self._settings.name or version != "1":
+            raise RequestError(404, f"the model is {self._settings.name}, version 1, not {shorten(name)}")
+
+    async def infer(self, request: Request) -> Response:
+        """Answer a request of the Open Inference Protocol V2."""
+        self._check_model(request)
+        _note(request, endpoint="infer")
+        service = self._service
+        body = await self._read_body(request)
+        header_length = request.headers.get(protocol.HEADER_LENGTH)
+        parsed = await service.run_in_thread(
+            lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)
+        )
+        with service.use_bundle() as bundle:
+            options = service.parse_options(bundle, parsed.parameters)
+            images = protocol.check_inputs(parsed.inputs, bundle.session.manifest.inputs)
+            rows = await service.classify(bundle, images, options, request.receive)
+            self._note_rows(request, bundle, rows)
+            if rows.errors:
+                row, message = min(rows.errors.items())
+                raise RequestError(422, f"image {row}: {message}")
+            tensors = output_tensors(rows, np.asarray(bundle.session.costs.values))
+            described = bundle.describe_policy(rows.policy)
+        answer = await service.run_in_thread(
+            lambda: protocol.build_response(parsed, self._settings.name, tensors, described), rows.probs.nbytes
+        )
+        if answer.header_length is None:
+            return Response(answer.body, media_type="application/json")
+        headers = {protocol.HEADER_LENGTH: str(answer.header_length)}
+        return Response(answer.body, headers=headers, media_type="application/octet-stream")
+
+    async def classify(self, request: Request) -> Response:
+        """Answer image files: one as the raw body, or several as multipart/form-data."""
+        _note(request, endpoint="classify")
+        service = self._service
+        top = _parse_top(request.query_params.get("top"))
+        body = await self._read_body(request)
+        uploads = split_upload(request.headers.get("content-type"), body, self._settings.max_images)
+        with service.use_bundle() as bundle:
+            options = service.parse_options(bundle, request.query_params)
+            preprocessing = bundle.session.preprocessing
+            if preprocessing is None:
+                raise InputError("the bundle has no preprocessing for image files: POST tensors to infer")
+            bundle.scheduler.check_capacity(len(uploads), options.timeout)  # before the work of decoding
+            decoded = await service.run_in_thread(
+                lambda: decode_uploads(uploads, preprocessing, self._settings.max_pixels)
+            )
+            images = [image for image in decoded if not isinstance(image, InputError)]
+            if not images:
+                raise InputError(str(decoded[0]))
+            rows = await service.classify(bundle, np.stack(images), options, request.receive)
+            self._note_rows(request, bundle, rows)
+            results = _list_results(bundle, uploads, decoded, rows, top)
+            return _json({"results": results, **bundle.describe_policy(rows.policy)})
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body; raise RequestError if it is too large, too slow or compressed."""
+        limit = self._settings.max_body
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise RequestError(415, "`Content-Encoding` must be identity: compressed bodies are not accepted")
+        length = request.headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > limit:
+            raise RequestError(413, f"a body may have at most {limit} bytes")
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > limit:
+                        raise RequestError(413, f"a body may have at most {limit} bytes")
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise RequestError(408, f"the body did not arrive within {self._settings.body_timeout:g} s") from None
+        return b"".join(chunks)
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Answer an error that the client or the load caused."""
+        if isinstance(error, HTTPException):
+            if error.status_code == 405:
+                self._service.metrics.reject("invalid")
+            return await _refuse_http(request, error)
+        status, reason, headers = 400, "invalid", {}
+        if isinstance(error, OverloadedError):
+            status, reason, headers = 503, "overload", {"Retry-After": str(error.retry_after)}
+        elif isinstance(error, ClosedError):
+            status, reason, headers = 503, "shutdown", {"Retry-After": "1"}
+        elif isinstance(error, DeadlineError):
+            status, reason = 504, "deadline"
+        elif isinstance(error, RequestError):
+            status, reason = error.status, "too_large" if error.status == 413 else "invalid"
+        self._service.metrics.reject(reason)
+        if status in (408, 413):
+            headers = {"Connection": "close"}  # the rest of the body is not read
+        return _json({"error": str(error)}, status, headers)
+
+    def _note_rows(self, request: Request, bundle: LoadedBundle, rows: ServedRows) -> None:
+        _note(request, images=len(rows.exits), policy=rows.policy, budget=bundle.family[rows.policy].budget)
+
+
+def _note(request: Request, **entries: Any) -> None:
+    """Add entries to the line of the access log."""
+    log = request.scope.get("state", {}).get("log")
+    if log is not None:
+        log.update(entries)
+
+
+def _parse_top(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_TOP
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:10]) <= 1000:
+        raise InputError(f"`top` must be a whole number from 1 to 1000, but is {shorten(text)}")
+    return check_integer("top", int(text), 1, 1000)
+
+
+def _list_results(
+    bundle: LoadedBundle, uploads: list[Upload], decoded: list[Any], rows: ServedRows, top: int
+) -> list[dict[str, Any]]:
+    """Return for each file its class, label, probability, exit, cost and most probable classes, or its error."""
+    classes, costs = bundle.session.classes, bundle.session.costs.values
+    row, results = 0, []
+    for upload, image in zip(uploads, decoded, strict=True):
+        entry: dict[str, Any] = {} if upload.name is None else {"file": upload.name}
+        error = str(image) if isinstance(image, InputError) else rows.errors.get(row)
+        if error is not None:
+            results.append({**entry, "error": error})
+        else:
+            probs, exit = rows.probs[row], int(rows.exits[row])
+            ranked = [
+                {
+                    "class": int(k),
+                    "label": None if classes is None else classes[k],
+                    "probability": round(float(probs[k]), 6),
+                }
+                for k in np.argsort(-probs, kind="stable")[:top]
+            ]
+            results.append({**entry, **ranked[0], "exit": exit, "cost": costs[exit], "top": ranked})
+        row += not isinstance(image, InputError)
+    return results

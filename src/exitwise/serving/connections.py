@@ -1,0 +1,100 @@
+"""HTTP connections of the server: limits on their number, and on clients that send or read too slowly."""
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class LimitedProtocol(H11Protocol):
+    """An HTTP/1.1 connection that is closed if headers or the reading of an answer take too long.
+
+    The limits are class attributes, because uvicorn makes the instances: `limit_connections` returns a subclass.
+    """
+
+    max_connections = 1000
+    header_timeout = 10.0
+    write_timeout = 30.0
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection, or answer 503 and close it if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.write(_raw_answer("503 Service Unavailable", "too many connections", "Retry-After: 1\r\n"))
+            transport.close()
+            return
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection and its timers."""
+        self._stop_timer()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle data; a request whose headers are not complete has a limited time."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._is_idle:
+            if self._timer is None:
+                self._start_timer()
+        else:
+            self._stop_timer()
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if no request is being answered."""
+        cycle: Any = self.cycle
+        return cycle is None or cycle.response_complete
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self.header_timeout, self._close_if_idle)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close_if_idle(self) -> None:
+        self._timer = None
+        if self._is_idle and not self.transport.is_closing():
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Wait for a client that reads slowly, but not for ever."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on with an answer."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer data that are not HTTP, in the form of all errors."""
+        self.transport.write(_raw_answer("400 Bad Request", msg.rstrip(".")))
+        self.transport.close()
+
+
+def limit_connections(max_connections: int, header_timeout: float, write_timeout: float) -> type[LimitedProtocol]:
+    """Return a protocol class with these limits."""
+    limits = {
+        "max_connections": max_connections,
+        "header_timeout": header_timeout,
+        "write_timeout": write_timeout,
+    }
+    return type("ServedProtocol", (LimitedProtocol,), limits)
+
+
+def _raw_answer(status: str, message: str, headers: str = "") -> bytes:
+    body = json.dumps({"error": message})
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{headers}Connection: close\r\n\r\n{body}"
+    ).encode()

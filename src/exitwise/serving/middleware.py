@@ -1,0 +1,91 @@
+"""ASGI middleware: the access log with request metrics, and the check of API keys."""
+
+import json
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from exitwise.serving.errors import ClientDisconnectedError
+from exitwise.serving.metrics import Metrics
+from exitwise.serving.security import OPEN_PATHS, ApiKeys
+
+_access = logging.getLogger("exitwise.serving.access")
+_DISCONNECTED = 499  # status in the log and the metrics of a request whose client went away
+_MAX_PATH = 200  # characters of a path in the log
+
+
+class AccessLog:
+    """Log one line of JSON per request, and count it.
+
+    Handlers put more entries into `scope["state"]["log"]`, and the name of the endpoint under "endpoint".
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        entries: dict[str, Any] = {}
+        scope.setdefault("state", {})["log"] = entries
+        start, status = time.perf_counter(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except ClientDisconnectedError:
+            status = _DISCONNECTED
+            self._metrics.reject("disconnected")
+        finally:
+            seconds = time.perf_counter() - start
+            self._metrics.count_request(entries.pop("endpoint", "other"), status, seconds)
+            client = scope.get("client")
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "client": client[0] if client else None,
+                "method": scope["method"],
+                "path": scope["path"][:_MAX_PATH],
+                "status": status,
+                "ms": round(1e3 * seconds, 3),
+                **entries,
+            }
+            _access.info("%s", json.dumps(line))
+
+
+class RequireApiKey:
+    """Answer 401 to requests without a valid key, except those of probes.
+
+    A key comes as `Authorization: Bearer KEY` or as `X-API-Key: KEY`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:
+        self._app, self._keys, self._metrics = app, keys, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._keys.accept(_find_key(scope)):
+            await self._app(scope, receive, send)
+            return
+        self._metrics.reject("unauthorized")
+        body = json.dumps({"error": "a valid API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY"}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"www-authenticate", b"Bearer"),
+        ]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _find_key(scope: Scope) -> str:
+    headers = {name.lower(): value for name, value in scope["headers"]}
+    kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    own: str = headers.get(b"x-api-key", b"").decode("latin-1")
+    return (key if kind.lower() == "bearer" else own).strip()

@@ -1,0 +1,180 @@
+"""Queues of samples that wait for a stage: requests are split into samples, and samples of requests are batched."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from exitwise.core.errors import InputError
+from exitwise.core.predictions import Array, ExitPrediction
+from exitwise.policies.policy import Policy
+from exitwise.policies.scores import ScoreState
+from exitwise.runtime.engine import ActiveSamples, Backend
+
+State = TypeVar("State")
+
+_ROW_BITS = 20  # an id of a sample is the number of its ticket and, in these bits, its row
+MAX_ROWS = 1 << _ROW_BITS
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRows:
+    """Answers to one request, a row per image in its order.
+
+    Attributes:
+        probs: Calibrated probabilities (n, c); undefined for rows with an error.
+        exits: The exit (n,) that each image took, -1 for rows with an error.
+        errors: Messages by row, for images that could not be classified.
+        policy: Index of the policy in the family.
+    """
+
+    probs: Array
+    exits: Array
+    errors: dict[int, str]
+    policy: int
+
+
+class DeadlineError(InputError):
+    """A request that could not be answered before its deadline, and was not computed any further."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the scheduler: its future, its answers so far, its deadline, and the policy of its samples."""
+
+    number: int
+    size: int
+    arrived: float
+    deadline: float
+    max_policy: int | None  # index that the request asked for at most
+    policy: int = -1  # index that it got when its first sample was started
+    remaining: int = 0
+    future: "Future[ServedRows]" = field(default_factory=Future)
+    probs: Array | None = None
+    exits: Array | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """True if it was answered, refused or cancelled."""
+        return self.future.done()
+
+    def ids(self) -> Array:
+        """Return the ids (n,) of its samples."""
+        return (np.int64(self.number) << _ROW_BITS) + np.arange(self.size)
+
+    def add(self, rows: Array, probs: Array, exit: int) -> None:
+        """Record the answers of some rows."""
+        if self.probs is None or self.exits is None:
+            self.probs = np.zeros((self.size, probs.shape[1]), dtype=np.float32)
+            self.exits = np.full(self.size, -1, dtype=np.int64)
+        self.probs[rows], self.exits[rows] = probs, exit
+        self.remaining -= len(rows)
+
+    def result(self, num_classes: int) -> ServedRows:
+        """Return the answers when none remain."""
+        probs = np.zeros((self.size, num_classes), dtype=np.float32) if self.probs is None else self.probs
+        exits = np.full(self.size, -1, dtype=np.int64) if self.exits is None else self.exits
+        return ServedRows(probs, exits, self.errors, self.policy)
+
+    def resolve(self, result: ServedRows | Exception) -> None:
+        """Set the result or the error, unless the caller has cancelled meanwhile."""
+        try:
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+        except InvalidStateError:
+            pass
+
+
+def split_ids(ids: Array) -> tuple[Array, Array]:
+    """Return the ticket numbers (n,) and the rows (n,) of samples."""
+    return ids >> _ROW_BITS, ids & (MAX_ROWS - 1)
+
+
+class MixedPolicies:
+    """Exit rule of a batch whose samples have different policies of one family."""
+
+    def __init__(self, policies: Sequence[Policy], which: Array) -> None:
+        self._policies, self._which = policies, which
+
+    def take(self, rows: Array) -> "MixedPolicies":
+        """Return the rule of some samples, by their positions."""
+        return MixedPolicies(self._policies, self._which[rows])
+
+    def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Return the exit mask (n,) and the score state (n, m): of every sample as its own policy gives it."""
+        indices = np.unique(self._which)
+        if len(indices) == 1:
+            return self._policies[int(indices[0])].exit_mask(exit, pred, state)
+        mask: Array = np.ones(len(pred.probs), dtype=bool)
+        next_state: ScoreState = None
+        for index in indices:
+            rows = np.flatnonzero(self._which == index)
+            part = pred.take(rows)
+            if pred.variance is not None:
+                part = part.with_variance(pred.variance[rows])
+            mask[rows], part_state = self._policies[index].exit_mask(exit, part, None if state is None else state[rows])
+            if part_state is not None:
+                if next_state is None:
+                    next_state = np.zeros((len(mask), *part_state.shape[1:]), dtype=part_state.dtype)
+                next_state[rows] = part_state
+        return mask, next_state
+
+
+class StageQueue(Generic[State]):
+    """Samples that wait for one stage, first come first served, in chunks of a stage state."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[State, ActiveSamples, float]] = deque()
+        self.length = 0
+
+    @property
+    def oldest(self) -> float:
+        """Arrival time of the oldest request of the first chunk."""
+        return self._chunks[0][2]
+
+    def add(self, state: State, samples: ActiveSamples, arrived: float) -> None:
+        """Append samples of requests of which the oldest arrived at `arrived`."""
+        if len(samples):
+            self._chunks.append((state, samples, arrived))
+            self.length += len(samples)
+
+    def take(
+        self, backend: Backend[State], max_size: int, find_live: Callable[[Array], Array]
+    ) -> tuple[State, ActiveSamples, float] | None:
+        """Remove and return the first `max_size` samples that still count; None if there are none.
+
+        Args:
+            backend: Selects and joins samples of stage states.
+            max_size: Size of a full batch.
+            find_live: Returns the mask (n,) of the samples with these ids (n,) that are still to be computed.
+        """
+        states, parts, arrivals, size = [], [], [], 0
+        while self._chunks and size < max_size:
+            state, samples, arrived = self._chunks.popleft()
+            self.length -= len(samples)
+            live = find_live(samples.ids)
+            if not live.all():
+                rows = np.flatnonzero(live)
+                state, samples = backend.take(state, rows), samples.take(rows)
+            if not len(samples):
+                continue
+            if size + len(samples) > max_size:
+                first, rest = np.split(np.arange(len(samples)), [max_size - size])
+                self._chunks.appendleft((backend.take(state, rest), samples.take(rest), arrived))
+                self.length += len(rest)
+                state, samples = backend.take(state, first), samples.take(first)
+            states.append(state)
+            parts.append(samples)
+            arrivals.append(arrived)
+            size += len(samples)
+        if not parts:
+            return None
+        if len(parts) == 1:
+            return states[0], parts[0], arrivals[0]
+        return backend.join(states), ActiveSamples.join(parts), min(arrivals)

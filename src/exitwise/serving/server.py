@@ -1,0 +1,173 @@
+"""The server process: listens, drains on SIGTERM, and reloads the bundle on SIGHUP."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from exitwise.core.checks import check_integer, check_number
+from exitwise.core.errors import InputError, first_line
+from exitwise.serving.application import app, metrics_app
+from exitwise.serving.connections import limit_connections
+from exitwise.serving.security import ApiKeys, describe_exposure
+from exitwise.serving.service import Service
+from exitwise.serving.settings import Settings
+
+_KEEP_ALIVE = 10  # seconds between requests of a connection
+_MAX_HEADER = 16 << 10  # bytes of the headers of a request
+
+
+@dataclass(frozen=True)
+class Address:
+    """Addresses that the server listens on, with the files for TLS.
+
+    Args:
+        host: Name or address.
+        port: Port; 0 lets the system choose one.
+        metrics_port: Port of /metrics, which then is not on the other one.
+        tls_cert: File with the certificate chain, PEM.
+        tls_key: File with its private key, PEM.
+        max_connections: Largest number of open connections.
+        header_timeout: Seconds within which the headers of a request must arrive.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    metrics_port: int | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    max_connections: int = 1000
+    header_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_integer("port", self.port, 0, 65535)
+        if self.metrics_port is not None:
+            check_integer("metrics_port", self.metrics_port, 0, 65535)
+        check_integer("max_connections", self.max_connections, 1, 1 << 20)
+        check_number("header_timeout", self.header_timeout, 1e-3, 3600)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InputError("`tls_cert` and `tls_key` must be given together")
+        for name in ("tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise InputError(f"`{name}` {path} does not exist")
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server whose signals are handled by `run`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | None) -> None:
+    """Serve a bundle until SIGTERM or SIGINT; the accepted requests are answered first.
+
+    A second signal ends the process at once, with status 143 or 130. SIGHUP reloads the bundle.
+
+    Raises:
+        InputError: If the bundle, the settings or the address are not usable.
+    """
+    application = app(bundle, settings, api_keys=api_keys, metrics=address.metrics_port is None)
+    service: Service = application.state.service
+    if warning := describe_exposure(address.host, api_keys is not None, address.tls_cert is not None):
+        print(f"exitwise: warning: {warning}", file=sys.stderr)
+    listeners = [_listen(address.host, address.port)]
+    if address.metrics_port is not None:
+        listeners.append(_listen(address.host, address.metrics_port))
+    limits: dict[str, Any] = {
+        "http": limit_connections(address.max_connections, address.header_timeout, settings.timeout),
+        "ws": "none",
+        "loop": "asyncio",
+        "access_log": False,
+        "log_config": None,
+        "server_header": False,
+        "proxy_headers": False,
+        "timeout_keep_alive": _KEEP_ALIVE,
+        "timeout_graceful_shutdown": round(settings.timeout + settings.body_timeout) + 1,
+        "h11_max_incomplete_event_size": _MAX_HEADER,
+    }
+    tls: dict[str, Any] = {}
+    if address.tls_cert is not None:
+        tls = {"ssl_certfile": str(address.tls_cert), "ssl_keyfile": str(address.tls_key)}
+    servers = [_Server(uvicorn.Config(application, lifespan="on", **limits, **tls))]
+    if address.metrics_port is not None:
+        servers.append(_Server(uvicorn.Config(metrics_app(service), lifespan="off", **limits, **tls)))
+    try:
+        for server in servers:
+            server.config.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise InputError(f"`tls_cert` and `tls_key` are not usable: {first_line(error)}") from None
+    asyncio.run(_serve(servers, listeners, service, "https" if tls else "http"))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise InputError(f"`host` {host} with `port` {port} cannot be opened: {error.strerror or error}") from None
+
+
+async def _serve(servers: list[_Server], listeners: list[socket.socket], service: Service, scheme: str) -> None:
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[bool]] = set()
+
+    def stop(number: int) -> None:
+        if service.draining:
+            os._exit(128 + number)
+        service.draining = True
+        print("exitwise: answering what was accepted, then ending; a second signal ends at once", file=sys.stderr)
+        for server in servers:
+            server.should_exit = True
+
+    def reload() -> None:
+        task = loop.create_task(service.reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    names = ["", "metrics "]
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener]))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
+    while not all(server.started for server in servers) and not any(task.done() for task in tasks):
+        await asyncio.sleep(0.01)
+    for name, listener in zip(names, listeners, strict=False):
+        host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
+        shown = f"[{host}]" if ":" in str(host) else host
+        print(f"exitwise: serving {name}on {scheme}://{shown}:{port}", file=sys.stderr, flush=True)
+    await asyncio.gather(*tasks)
+
+
+def log_to_stderr() -> None:
+    """Write the access log as lines of JSON, and other messages with the prefix `exitwise:`, to stderr.
+
+    Warnings of uvicorn and of the multipart parser are left out: any client can cause them, and each such request has
+    its line in the access log or no request at all.
+    """
+    layouts = {
+        "exitwise.serving.access": ("%(message)s", logging.INFO),
+        "exitwise.serving": ("exitwise: %(message)s", logging.INFO),
+        "uvicorn.error": ("exitwise: %(message)s", logging.ERROR),
+        "python_multipart": ("exitwise: %(message)s", logging.ERROR),
+    }
+    for name, (layout, level) in layouts.items():
+        logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(layout))
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False
