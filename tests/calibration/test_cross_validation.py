@@ -91,7 +91,15 @@ class TestRule:
         assert [method.name for method in candidate_methods(1, laplace=False)] == ["T_opt", "Pool", "Pool W_opt"]
         assert all(method.has_variance for method in candidate_methods(3, laplace=True, variance=True))
 
+    @pytest.mark.parametrize(
+        ("classes", "most"), [(10, 419_430), (100, 41_943), (1000, 4194), (4000, 4096), (10_000, 1677)]
+    )
+    def test_the_number_of_samples_that_are_drawn(self, classes: int, most: int) -> None:
+        assert len(choose_samples(500_000, classes)) == most
+        assert len(choose_samples(1000, classes)) == 1000
+
     def test_of_many_samples_some_are_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cross_validation, "_ENOUGH_SAMPLES", 10)
         monkeypatch.setattr(cross_validation, "_MAX_NUMBERS", 500)
         assert len(choose_samples(1000, 10)) == 50
         trace = random_trace(n=200)

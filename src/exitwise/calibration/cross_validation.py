@@ -41,7 +41,9 @@ CANDIDATES = (  # from simple to complex
 )
 _FOLDS = 5
 _MIN_SAMPLES = 10  # with fewer, temperature alone is taken
-_MAX_NUMBERS = 1 << 24  # samples times classes in a cross-validation; of more samples, some are drawn
+# Of more samples than this, some are drawn for the cross-validation.
+_MAX_NUMBERS = 1 << 22  # samples times classes
+_ENOUGH_SAMPLES, _MOST_NUMBERS = 4096, 1 << 24  # with many classes: so many samples, up to so many numbers
 _SEED = 0
 
 Point = tuple[float, float]
@@ -61,7 +63,8 @@ def candidate_methods(num_exits: int, laplace: bool, variance: bool = False) -> 
 
 def choose_samples(n: int, classes: int) -> Tensor:
     """Return the samples that are cross-validated: all, or as many as fit in memory, drawn with a fixed seed."""
-    most = max(_MIN_SAMPLES, _MAX_NUMBERS // classes)
+    enough = min(_ENOUGH_SAMPLES, _MOST_NUMBERS // classes)
+    most = max(_MIN_SAMPLES, enough, _MAX_NUMBERS // classes)
     if n <= most:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(_SEED))[:most].sort().values
