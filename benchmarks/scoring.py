@@ -2,9 +2,9 @@
 
 usage: scoring.py [--small] [--count N] [--repeats R] [--out FILE]
 
-The zoo's net at half of its cost scores 20,000 images from PNG files. Rates are of the time from the first
-to the last progress, without the start and the end of the workers. Run it alone on a machine of at least two cores. `--small` checks the benchmark
-itself; its figures mean nothing.
+The zoo's net at half of its cost scores 20,000 images from PNG files. Rates are of the time from the first to the
+last progress, without the start and the end of the workers. Run it alone on a machine of at least two cores. `--small`
+checks the benchmark itself; its figures mean nothing.
 """
 
 import tempfile
