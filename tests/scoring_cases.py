@@ -144,7 +144,7 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
 
 def read_parts(out: Path) -> dict[str, bytes]:
     """Return the parts of a job, byte for byte."""
-    return {path.name: path.read_bytes() for path in sorted((out / "parts").iterdir())}
+    return {path.name: path.read_bytes() for path in sorted((out / "parts").glob("part-*"))}
 
 
 class Death(BaseException):
