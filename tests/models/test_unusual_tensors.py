@@ -65,7 +65,9 @@ def test_unusual_tensors_in_safetensors(dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_says_it_in_one_line(tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unusual_net.py").write_text("import exitwise as ew\ndef net():\n    return ew.models.msdnet('tiny-8')\n")
+    (tmp_path / "unusual_net.py").write_text(
+        "import exitwise as ew\ndef net():\n    return ew.models.msdnet('tiny-8')\n"
+    )
     monkeypatch.chdir(tmp_path)
     state = models.msdnet("tiny-8").state_dict()
     for kind in ("sparse", "quantized", "float8", "nested", "meta"):
