@@ -11,6 +11,7 @@ from typing import Any
 
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.ray_cluster import ClusterGoneError, is_listening
+from exitwise.core.reordering import ReorderBuffer
 
 # (task, report) -> result. It calls report with how much of the task is done, and raises InputError or OSError.
 Work = Callable[[Any, Callable[[int], None]], Any]
@@ -154,12 +155,12 @@ class ActorPool:
         numbered = (_Task(number, task) for number, task in enumerate(tasks))
         following = next(numbered, None)
         again: deque[_Task] = deque()
-        ordered = _InOrder()
+        ordered: ReorderBuffer[tuple[Any, Any]] = ReorderBuffer()
         while following is not None or again or any(task for _, task in self._running.values()):
             self._grow()
             while self._free and again:
                 self._begin(again.popleft())
-            while self._free and following and (window is None or following.number < ordered.next + window):
+            while self._free and following and (window is None or following.number < ordered.next_index + window):
                 self._begin(following)
                 following = next(numbered, None)
             for reference in self._wait(on_progress):
@@ -180,7 +181,8 @@ class ActorPool:
                 elif window is None:
                     yield task.argument, result
                 else:
-                    yield from ordered.add(task.number, (task.argument, result))
+                    ordered.add(task.number, (task.argument, result))
+                    yield from ordered.pop_ready()
 
     def _begin(self, task: _Task) -> None:
         actor = self._free.popleft()
@@ -258,21 +260,6 @@ class ActorPool:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
                 raise InputError(f"a Ray actor died before it was ready {_FAILED_STARTS} times ({reason})")
-
-
-class _InOrder:
-    """Results by their number, given out in order."""
-
-    def __init__(self) -> None:
-        self.next = 0
-        self._results: dict[int, Any] = {}
-
-    def add(self, number: int, result: Any) -> Iterator[Any]:
-        """Keep a result, and yield all whose turn it is."""
-        self._results[number] = result
-        while self.next in self._results:
-            yield self._results.pop(self.next)
-            self.next += 1
 
 
 def _describe_death(error: Exception) -> str:

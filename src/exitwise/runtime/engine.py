@@ -14,6 +14,7 @@ import numpy as np
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
+from exitwise.core.reordering import ReorderBuffer
 from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.policy import Policy
@@ -346,30 +347,6 @@ class _PendingPool(Generic[State]):
         return state, samples
 
 
-class _ReorderBuffer:
-    """Answers that arrive in any order and are returned in the order of the images."""
-
-    def __init__(self) -> None:
-        self._answers: dict[int, Answer] = {}
-        self._next_index = 0
-
-    def add(self, answer: Answer) -> None:
-        self._answers[answer.index] = answer
-
-    def pop_ready(self) -> list[Answer]:
-        """Remove and return the answers up to the first that is still missing."""
-        ready = []
-        while self._next_index in self._answers:
-            ready.append(self._answers.pop(self._next_index))
-            self._next_index += 1
-        return ready
-
-    @property
-    def next_index(self) -> int:
-        """Index of the first image without an answer."""
-        return self._next_index
-
-
 def stream(
     backend: Backend[State],
     policy: Policy,
@@ -437,7 +414,7 @@ def _stream(
 
     `policy()` is called before every stage; `on_answers` is called with completed answers before they are yielded.
     """
-    answers = _ReorderBuffer()
+    answers: ReorderBuffer[Answer] = ReorderBuffer()
     pool_size = max(batch_size, _MIN_POOL_SIZE)
     batch: list[Any] = []
     batch_ids: list[int] = []
@@ -453,7 +430,8 @@ def _stream(
             state, samples, exited = run_exit(backend, policy(), exit, state, samples)
         except InputError as error:
             if len(samples) == 1:
-                answers.add(Answer(int(samples.ids[0]), exit=exit, cost=backend.costs[exit], error=str(error)))
+                index = int(samples.ids[0])
+                answers.add(index, Answer(index, exit=exit, cost=backend.costs[exit], error=str(error)))
                 return
             for row in np.arange(len(samples))[:, None]:
                 advance(exit, backend.take(state, row), samples.take(row))
@@ -469,7 +447,7 @@ def _stream(
                     "set": None if masks is None else set_classes(masks[row], probs),
                     "abstained": None if abstained is None else bool(abstained[row]),
                 }
-            answers.add(Answer(index, exit=exit, cost=backend.costs[exit], **outcome))
+            answers.add(index, Answer(index, exit=exit, cost=backend.costs[exit], **outcome))
         if len(samples):
             pools[exit + 1].add(state, samples)
 
@@ -495,7 +473,7 @@ def _stream(
         try:
             description = _check_image(backend, image, description)
         except InputError as error:
-            answers.add(Answer(index, error=str(error)))
+            answers.add(index, Answer(index, error=str(error)))
         else:
             batch.append(image)
             batch_ids.append(index)

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,19 +11,13 @@ from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.files import parse_json
 from exitwise.core.image_files import DECODERS, PILLOW
+from exitwise.core.locks import exclusive_lock
 from exitwise.core.version import __version__
 from exitwise.runtime.bundle import MANIFEST, Manifest
 from exitwise.scoring import parts, plan
 from exitwise.scoring.files_source import has_pattern
 from exitwise.scoring.items import list_source
 from exitwise.scoring.storage import Storage, is_uri, open_location
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "exitwise.score", 1
 JOB_FILE, LOCK_FILE = "job.json", "lock"
@@ -281,19 +274,14 @@ def remove_job(storage: Storage, folder: str) -> None:
 @contextmanager
 def locked(storage: Storage, folder: str) -> Iterator[None]:
     """Hold the lock of a job in a local folder; raise InputError if another command holds it."""
-    if not storage.is_local or fcntl is None:
+    if not storage.is_local:
         yield
         return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = (Path(folder) / LOCK_FILE).open("ab")
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written ({error.strerror}): choose another --out") from None
-    with file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another command works on the job in {folder}: wait for it, or end it") from None
-        except OSError:
-            _log.warning("%s: this file system has no locks, so a second command is not prevented", folder)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            busy = f"another command works on the job in {folder}: wait for it, or end it"
+            stack.enter_context(exclusive_lock(Path(folder) / LOCK_FILE, busy))
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written ({error.strerror}): choose another --out") from None
         yield
