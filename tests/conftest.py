@@ -144,11 +144,14 @@ def shared() -> Path:
 
 @pytest.fixture
 def exitwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command in this process. A user's module, mine.py in tests, is imported anew by each, as by a process."""
+
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["exitwise", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             app.main()
+        sys.modules.pop("mine", None)
         captured = capsys.readouterr()
         return Outcome(int(end.value.code or 0), captured.out, captured.err)
 

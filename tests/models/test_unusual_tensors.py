@@ -65,14 +65,12 @@ def test_unusual_tensors_in_safetensors(dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_says_it_in_one_line(tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unusual_net.py").write_text(
-        "import exitwise as ew\ndef net():\n    return ew.models.msdnet('tiny-8')\n"
-    )
+    (tmp_path / "mine.py").write_text("import exitwise as ew\ndef net():\n    return ew.models.msdnet('tiny-8')\n")
     monkeypatch.chdir(tmp_path)
     state = models.msdnet("tiny-8").state_dict()
     for kind in ("sparse", "quantized", "float8", "nested", "meta"):
         torch.save({**state, KEY: UNUSUAL[kind][0](state[KEY])}, tmp_path / "net.pth")
-        done = exitwise("collect", "run", "--net", "unusual_net:net", "--checkpoint", "net.pth", "--data", "digits")
+        done = exitwise("collect", "run", "--net", "mine:net", "--checkpoint", "net.pth", "--data", "digits")
         assert (done.status, done.err.count("\n")) == (2, 1), done.err
         assert UNUSUAL[kind][1] in done.err
         assert not (tmp_path / "run").exists()
