@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import exitwise as ew
 from exitwise import data
 from exitwise.core.files import write_json
-from exitwise.training import machine
+from exitwise.training import loop, machine
 from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
@@ -585,6 +585,24 @@ def test_a_precision_that_the_cpu_dies_of_is_refused(
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "`--precision` bf16-mixed does not run here" in done.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_long_trainings_use_bfloat16_where_the_cpu_has_it(
+    instructions: bool, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_LONG_TRAINING", 1)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": instructions, "amx_bf16": False})
+    if not machine.survives(machine._PROBES["bf16-mixed"]):
+        pytest.skip("this CPU cannot compute in bfloat16")
+    options = [*DIGITS, "--no-compile", "--epochs", 1, "--out"]
+    done = exitwise(*options, tmp_path / "chosen")
+    assert done.status == 0, done.err
+    chosen = json.loads((tmp_path / "chosen" / "run.json").read_text())["training"]["precision"]
+    assert chosen == ("bf16-mixed" if instructions else "32-true")
+    assert ("because this CPU has instructions for it (--precision 32-true turns it off)" in done.err) == instructions
+    done = exitwise(*options, tmp_path / "given", "--precision", "32-true")
+    assert json.loads((tmp_path / "given" / "run.json").read_text())["training"]["precision"] == "32-true"
 
 
 def test_a_checkpoint_of_another_net_is_refused(run: Path, tmp_path: Path, exitwise: Command) -> None:

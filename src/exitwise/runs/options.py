@@ -111,7 +111,13 @@ class TrainOptions:
             show_default="on for at least 5,000 batches if a C++ compiler is found",
         ),
     ] = None
-    precision: Annotated[Precision | None, Option(help="Arithmetic of the training.", show_default="32-true")] = None
+    precision: Annotated[
+        Precision | None,
+        Option(
+            help="Arithmetic of the training.",
+            show_default="32-true; bf16-mixed for at least 5,000 batches on a CPU with instructions for it",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

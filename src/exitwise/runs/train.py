@@ -22,7 +22,7 @@ from exitwise.runs.options import DataOptions, ExecutionOptions, MachineOptions,
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
 from exitwise.training.history import History
-from exitwise.training.loop import Trainer, TrainingCallback, TrainingInterruptedError, worth_compiling
+from exitwise.training.loop import Trainer, TrainingCallback, TrainingInterruptedError, worth_bf16, worth_compiling
 from exitwise.training.machine import Machine
 from exitwise.training.recipes import Recipe, get_recipe
 
@@ -85,12 +85,19 @@ def train_new_run(
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if options.compile is None else options.compile
     as_batch_source(splits.train, recipe, seed)  # fails for a batch size larger than the training set
+    precision = options.precision or "32-true"
+    if options.precision is None and worth_bf16(batches, fabric.device):
+        precision = "bf16-mixed"
+        fabric = _machine(machine, execution, precision).fabric()
+        if rank() == 0:
+            reason = "this CPU has instructions for it (--precision 32-true turns it off)"
+            print(f"exitwise: trains with --precision bf16-mixed, because {reason}", file=sys.stderr)
     fabric.launch()
     spec = TrainingSpec(
         recipe=recipe,
         seed=seed,
         compile=compiled,
-        precision=options.precision or "32-true",
+        precision=precision,
         threads=torch.get_num_threads(),
         parts=fabric.world_size * (execution.accumulate or 1),
         images=_digest(splits.train),

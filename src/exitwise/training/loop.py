@@ -32,7 +32,7 @@ from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.training.batch_sources import BatchSource, as_batch_source, as_eval_loader
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
-from exitwise.training.machine import Machine
+from exitwise.training.machine import Machine, has_bf16_instructions
 from exitwise.training.recipes import Recipe, get_recipe
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MIN_BATCHES_TO_COMPILE = 5000  # compiling takes one or two minutes, and saves about a quarter of the remaining time
+_LONG_TRAINING = 5000  # batches; compiling takes one or two minutes, and saves about a quarter of the remaining time
 
 
 class TrainingInterruptedError(Exception):
@@ -192,7 +192,12 @@ def can_compile() -> bool:
 
 def worth_compiling(batches: int) -> bool:
     """Return whether a training of `batches` batches gains from torch.compile and this machine can compile."""
-    return batches >= _MIN_BATCHES_TO_COMPILE and can_compile()
+    return batches >= _LONG_TRAINING and can_compile()
+
+
+def worth_bf16(batches: int, device: torch.device) -> bool:
+    """Return whether a training of `batches` batches gains from bfloat16: a long one on a CPU that has it."""
+    return batches >= _LONG_TRAINING and device.type == "cpu" and has_bf16_instructions()
 
 
 class Trainer:
