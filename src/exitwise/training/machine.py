@@ -111,7 +111,7 @@ class Machine:
 
 def has_bf16_instructions() -> bool:
     """Return whether this CPU multiplies bfloat16 by itself, and survives it: emulation is slower than float32."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # since PyTorch 2.9
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since PyTorch 2.9
     announced = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return announced and survives(_PROBES["bf16-mixed"])
 
