@@ -1,4 +1,4 @@
-"""Three ways in which pictures get worse, each in five severities.
+"""Four ways in which images get worse, each in five severities.
 
 Each is a function (images (n, 3, height, width) uint8, severity 1..5, generator) -> images of the same kind. Strengths
 are our own choice, from what a person hardly sees to what leaves the net little to go by.
@@ -9,7 +9,7 @@ from math import ceil
 
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
 Corruption = Callable[[Tensor, int, Generator], Tensor]
 
@@ -18,6 +18,7 @@ STRENGTHS: Mapping[str, tuple[float, ...]] = {
     "noise": (0.02, 0.04, 0.06, 0.09, 0.13),  # standard deviation, of a range of 1
     "blur": (0.4, 0.6, 0.8, 1.0, 1.4),  # standard deviation in pixels
     "contrast": (0.75, 0.5, 0.35, 0.22, 0.12),  # what remains of it
+    "rotation": (5, 10, 15, 25, 40),  # degrees, to either side
 }
 
 
@@ -46,7 +47,18 @@ def contrast(images: Tensor, severity: int, generator: Generator) -> Tensor:
     return _bytes(mean + _strength("contrast", severity) * (pixels - mean))
 
 
-CORRUPTIONS: Mapping[str, Corruption] = {"noise": noise, "blur": blur, "contrast": contrast}
+def rotation(images: Tensor, severity: int, generator: Generator) -> Tensor:
+    """Rotate every image to the left or to the right, at random; pixels from outside repeat the border."""
+    side = torch.randint(2, (len(images),), generator=generator) * 2 - 1
+    angle = side * torch.tensor(_strength("rotation", severity)).deg2rad()
+    zero = torch.zeros_like(angle)
+    matrices = torch.stack([angle.cos(), -angle.sin(), zero, angle.sin(), angle.cos(), zero], dim=1).view(-1, 2, 3)
+    places = affine_grid(matrices, list(images.shape), align_corners=False)
+    return _bytes(grid_sample(images.float(), places, padding_mode="border", align_corners=False))
+
+
+CORRUPTIONS: Mapping[str, Corruption] = {"noise": noise, "blur": blur, "contrast": contrast}  # of drift.py
+ROTATED: Mapping[str, Corruption] = {**CORRUPTIONS, "rotation": rotation}
 
 
 def _strength(name: str, severity: int) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from corruptions import CORRUPTIONS
+from image_features import compute_features, detection_auroc, read_images
 from torch import Tensor
 
 import exitwise as ew
@@ -33,15 +34,6 @@ COLUMNS = ("setting", "method", "nlpd", "ece", "top1", "confidence", "auroc")
 SEED = 0
 
 
-def compute_features(net: ew.MultiExitNet, images: Tensor, normalize: Normalize) -> list[Tensor]:
-    """Features of every exit, batch by batch."""
-    parts = []
-    with torch.no_grad():
-        for batch in images.split(250):
-            parts.append(net.features(normalize(batch).contiguous(memory_format=torch.channels_last)))
-    return [torch.cat(rows) for rows in zip(*parts, strict=True)]
-
-
 def measure(calibration: ew.Calibration, features: Sequence[Tensor], labels: Tensor) -> dict[str, float]:
     """NLPD, ECE, top-1 and confidence, each the mean over exits."""
     preds = calibration.predict(list(features))
@@ -53,25 +45,6 @@ def measure(calibration: ew.Calibration, features: Sequence[Tensor], labels: Ten
         "top1": float(correct.mean()),
         "confidence": float(confidence.mean()),
     }
-
-
-def auroc(known: np.ndarray, other: np.ndarray) -> float:
-    """Probability that a known image has more confidence than another one; both (K, n), mean over exits."""
-    values = []
-    for a, b in zip(known, other, strict=True):
-        ranks = np.concatenate([a, b]).argsort(kind="stable").argsort()
-        values.append((ranks[: len(a)].sum() - len(a) * (len(a) - 1) / 2) / (len(a) * len(b)))
-    return float(np.mean(values))
-
-
-def read_images(folder: Path, count: int) -> Tensor:
-    """The first images (n, 3, 32, 32) of a folder of PNG files, by file name."""
-    from PIL import Image
-
-    files = sorted(folder.glob("*/*.png"), key=lambda path: path.name)[:count]
-    return torch.stack([torch.from_numpy(np.array(Image.open(path).convert("RGB"))) for path in files]).permute(
-        0, 3, 1, 2
-    )
 
 
 def main() -> None:
@@ -114,7 +87,8 @@ def main() -> None:
     other = compute_features(net, read_images(options.cifar10, options.images), normalize)
     for method, calibration in calibrations.items():
         confidences = [calibration.predict(x).probs.amax(dim=2).numpy() for x in (known, other)]
-        values = {"confidence": float(confidences[1].mean()), "auroc": auroc(*confidences)}
+        auroc = float(np.mean([detection_auroc(a, b) for a, b in zip(*confidences, strict=True)]))
+        values = {"confidence": float(confidences[1].mean()), "auroc": auroc}
         add("other images", method, **values)
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
