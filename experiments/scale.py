@@ -1,11 +1,17 @@
 """What a billion images cost: measure a small scoring job, simulate it, and simulate a large cluster.
 
-usage: scale.py IMAGES [--count N] [--rounds R]    IMAGES holds cifar-100-binary/
-       scale.py --fill                             only fill the tables of docs/guides/scale.md
+usage: scale.py IMAGES FOLDER [STEP ...] [--count N] [--rounds R]
 
-Run it alone on the machine, about twenty minutes. The jobs with one worker give the seconds per image of the parts; the
-simulation (pipeline.py) then has to predict the jobs with two workers, and those of smaller budgets. Results are in
-experiments/scale/results.json.
+IMAGES holds cifar-100-binary/, FOLDER is for what the steps hand on. Steps, all of them by default:
+
+    prepare     write the images and export the bundles
+    jobs        score the images with one worker and with two at every budget, R times
+    photos      decode a photo, run the paper's small net for ImageNet, list a folder
+    simulate    simulate the small jobs and the large ones, and fill the tables of docs/guides/scale.md
+
+Run `jobs` and `photos` alone on the machine, about five minutes each. The jobs with one worker give the seconds per
+image of the parts; the simulation (pipeline.py) then has to predict the jobs with two workers, and those of smaller
+budgets. Results are in experiments/scale/results.json.
 """
 
 import argparse
@@ -23,6 +29,7 @@ from pipeline import Cluster, Outcome, Work, simulate
 from results import fill_tables, machine, rounded
 
 import exitwise as ew
+from exitwise.core.files import write_json
 from exitwise.core.image_files import read_or_error
 from exitwise.data import load
 from exitwise.runtime.onnx import Session
@@ -33,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "scale" / "results.json"
 PAGE = ROOT / "docs" / "guides" / "scale.md"
 LOOK = ew.Preprocessing(size=32, mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761))
+STEPS = ("prepare", "jobs", "photos", "simulate")
 BUDGETS = (1.0, 0.5, 0.25)  # shares of the full cost
 WORKERS = (1, 2)
 SHARD_SIZE = 500  # of the small jobs
@@ -45,17 +53,19 @@ STORE = {"request_rate": 50_000, "latency": 0.03}
 LARGE_SHARD = 20_000
 
 
-def export_bundles(folder: Path) -> dict[float, Path]:
-    """Bundles of the shipped net for every budget."""
+def bundle_path(folder: Path, share: float) -> Path:
+    return folder / f"bundle-{100 * share:.0f}"
+
+
+def export_bundles(folder: Path) -> None:
+    """Export bundles of the shipped net for every budget."""
     trace, net = ew.Trace.load(ew.zoo.path("trace.safetensors")), ew.load_net(ew.zoo.path("net.safetensors"))
     cal = ew.calibrate(trace, "Pool")
     preds = cal.predict(trace.val)
-    bundles = {}
     for share in BUDGETS:
         policy = ew.fit_policy(preds, trace.val.labels, trace.costs, budget=share * trace.costs.values[-1])
-        bundles[share] = folder / f"bundle-{share:.0%}".replace("%", "")
-        ew.Classifier(net, cal, policy, classes=trace.classes, preprocessing=LOOK).export(bundles[share])
-    return bundles
+        path = bundle_path(folder, share)
+        ew.Classifier(net, cal, policy, classes=trace.classes, preprocessing=LOOK).export(path)
 
 
 def write_images(root: Path, folder: Path, count: int) -> None:
@@ -63,20 +73,21 @@ def write_images(root: Path, folder: Path, count: int) -> None:
     from PIL import Image
 
     images = load("cifar100", root)[1].pixels
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for number in range(count):
         pixels = images[number % len(images)].permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(folder / f"{number:06}.png")
 
 
-def measure_jobs(source: Path, bundles: Mapping[float, Path], out: Path, rounds: int) -> list[dict[str, Any]]:
-    """Medians of jobs in turn, for every number of workers and every budget."""
+def measure_jobs(folder: Path, out: Path, rounds: int) -> list[dict[str, Any]]:
+    """Return medians of jobs in turn, for every number of workers and every budget."""
     found: dict[tuple[int, float], list[ew.ScoreSummary]] = {}
     for repeat in range(rounds):
-        for share, bundle in bundles.items():
+        for share in BUDGETS:
+            bundle = bundle_path(folder, share)
             for workers in WORKERS:
-                folder = out / f"{repeat}-{workers}-{bundle.name}"
-                summary = ew.score(source, bundle=bundle, out=folder, workers=workers, shard_size=SHARD_SIZE)
+                job = out / f"{repeat}-{workers}-{bundle.name}"
+                summary = ew.score(folder / "images", bundle=bundle, out=job, workers=workers, shard_size=SHARD_SIZE)
                 found.setdefault((workers, share), []).append(summary)
     return [
         {
@@ -215,29 +226,21 @@ def simulate_large(
     return rows
 
 
-def run(images: Path, count: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_images(images, folder / "images", count)
-        bundles = export_bundles(folder)
-        jobs = predict_jobs(measure_jobs(folder / "images", bundles, folder / "jobs", rounds))
-        photo, net = measure_photo(folder), measure_large_net(folder)
-        listing = measure_listing(folder / "images")
+def measure_photos(folder: Path) -> dict[str, Any]:
+    return {
+        "photo": measure_photo(folder),
+        "ImageNet net": measure_large_net(folder),
+        "seconds to list a file": measure_listing(folder / "images"),
+    }
+
+
+def simulate_all(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Simulations of the small jobs and the large ones from what was measured."""
+    jobs = predict_jobs(results["jobs"])
     full = next(job for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
     per_image = full["seconds"] / full["images"]
     small = {"decode": per_image * full["read share"], "compute": per_image * (1 - full["read share"])}
-    results = {
-        "command": "experiments/scale.py",
-        "machine": machine(),
-        "jobs": jobs,
-        "photo": photo,
-        "ImageNet net": net,
-        "seconds to list a file": listing,
-        "large": simulate_large(photo, net, small),
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+    return {"jobs": jobs, "large": simulate_large(results["photo"], results["ImageNet net"], small)}
 
 
 def filled(page: str) -> str:
@@ -267,16 +270,28 @@ def filled(page: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", type=Path, nargs="?")
+    parser.add_argument("images", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", nargs="*", metavar="STEP", choices=STEPS, default=STEPS)
     parser.add_argument("--count", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fill", action="store_true")
     given = parser.parse_args()
-    if given.images is None and not given.fill:
-        parser.error("IMAGES or --fill is needed")
-    if given.images is not None:
-        run(given.images, given.count, given.rounds)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    torch.set_num_threads(1)
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    if "prepare" in given.steps:
+        write_images(given.images, given.folder / "images", given.count)
+        export_bundles(given.folder)
+    if "jobs" in given.steps:
+        with tempfile.TemporaryDirectory() as out:
+            results["jobs"] = measure_jobs(given.folder, Path(out), given.rounds)
+    if "photos" in given.steps:
+        results |= measure_photos(given.folder)
+    if "simulate" in given.steps:
+        results |= simulate_all(results)
+    results |= {"command": "experiments/scale.py", "machine": machine()}
+    write_json(RESULTS, rounded(results))
+    if "simulate" in given.steps:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
