@@ -145,6 +145,22 @@ def measure(kind: str, files: Sequence[bytes], session: Session, repeats: int) -
     }
 
 
+def table_rows(measured: Mapping[str, Any]) -> list[str]:
+    """Return the rows of the table in docs/guides/scoring.md."""
+
+    def cell(found: Mapping[str, Any], name: str) -> str:
+        if name not in found["share of decoding"]:
+            return "-"
+        return f"{found['CPU milliseconds per image'][name]:.2f} ms ({found['share of decoding'][name]:.0%})"
+
+    return [
+        f"| {kind} ({found['bytes'] / 1000:.1f} kB) | {found['CPU milliseconds per image']['net']:.2f} ms | "
+        + " | ".join(cell(found, name) for name in (*DECODERS, SIMPLEJPEG))
+        + " |"
+        for kind, found in measured.items()
+    ]
+
+
 def main() -> None:
     parser = options(__doc__, "decoding.json")
     parser.add_argument("--images", type=Path)

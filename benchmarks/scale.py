@@ -121,6 +121,23 @@ def measure_growth(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[s
     return {name: round(large[name]["CPU seconds"] / small[name]["CPU seconds"], 2) for name in both}
 
 
+def table_rows(found: Mapping[str, Any]) -> list[str]:
+    """Return the rows of the table in docs/benchmarks.md: CPU seconds and gigabytes for every size, and the growth."""
+
+    def cell(results: Mapping[str, Any], name: str) -> str:
+        if name not in results:
+            return "-"
+        return f"{results[name]['CPU seconds']:.0f} s, {results[name]['peak GB']:.1f} GB"
+
+    sizes = found["measured"].values()
+    return [
+        f"| `{' '.join(words)}` | {' | '.join(cell(results, name) for results in sizes)} "
+        f"| {found['growth'].get(name, '-')} |"
+        for name, words in COMMANDS.items()
+        if any(name in results for results in sizes)
+    ]
+
+
 def main() -> None:
     parser = options(__doc__, "scale.json")
     parser.add_argument("--only", nargs="+", default=[], choices=COMMANDS, metavar="NAME")
