@@ -163,9 +163,7 @@ def main() -> None:
                     results[name] = measure_command(trace, name)
                     print(n, name, results[name], file=sys.stderr, flush=True)
     small, large, _ = measured.values()
-    record(
-        arguments.out, {"features": list(widths), "measured": measured, "growth": measure_growth(small, large)}
-    )
+    record(arguments.out, {"features": list(widths), "measured": measured, "growth": measure_growth(small, large)})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,13 +34,18 @@ from exitwise.core.files import write_json
 from exitwise.core.image_files import read_or_error
 from exitwise.data import load
 from exitwise.runtime.onnx import Session
+from exitwise.scoring.executors import Event
 from exitwise.scoring.items import list_source
+from exitwise.scoring.job import Job
+from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.plan import summarize
+from exitwise.scoring.shard_scorer import ShardReport
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "scale" / "results.json"
 PAGE = ROOT / "docs" / "guides" / "scale.md"
 LOOK = ew.Preprocessing(size=32, mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761))
+BYTES = 2300.0  # of a PNG file of CIFAR-100
 STEPS = ("prepare", "jobs", "photos", "simulate")
 BUDGETS = (1.0, 0.5, 0.25)  # shares of the full cost
 WORKERS = (1, 2)
@@ -79,48 +85,80 @@ def write_images(root: Path, folder: Path, count: int) -> None:
         Image.fromarray(pixels).save(folder / f"{number:06}.png")
 
 
-def measure_jobs(folder: Path, out: Path, rounds: int) -> list[dict[str, Any]]:
+class WatchedExecutor(LocalExecutor):
+    """Adds up what workers report, to tell their work from the start of the job."""
+
+    worker_seconds = read_seconds = 0.0
+
+    def run(self, job: Job, shards: Sequence[int], on_event: Callable[[Event], None]) -> None:
+        def watch(event: Event) -> None:
+            if isinstance(event, ShardReport):
+                self.worker_seconds += event.seconds
+                self.read_seconds += event.read_seconds
+            on_event(event)
+
+        super().run(job, shards, watch)
+
+
+def measure_job(source: Path, bundle: Path, workers: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as out:
+        executor = WatchedExecutor(bundle, workers)
+        summary = ew.score(source, bundle=bundle, out=out, executor=executor, shard_size=SHARD_SIZE)
+    return {
+        "mean cost": (summary.mean_cost or 0.0) / summary.full_cost,
+        "images": summary.images,
+        "seconds": summary.seconds,
+        "start": summary.seconds - executor.worker_seconds / workers,
+        "read": executor.read_seconds / summary.images,
+        "net": (executor.worker_seconds - executor.read_seconds) / summary.images,
+    }
+
+
+def measure_jobs(folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Return medians of jobs in turn, for every number of workers and every budget."""
-    found: dict[tuple[int, float], list[ew.ScoreSummary]] = {}
-    for repeat in range(rounds):
+    found: dict[tuple[int, float], list[dict[str, float]]] = {}
+    for _ in range(rounds):
         for share in BUDGETS:
-            bundle = bundle_path(folder, share)
             for workers in WORKERS:
-                job = out / f"{repeat}-{workers}-{bundle.name}"
-                summary = ew.score(folder / "images", bundle=bundle, out=job, workers=workers, shard_size=SHARD_SIZE)
-                found.setdefault((workers, share), []).append(summary)
+                job = measure_job(folder / "images", bundle_path(folder, share), workers)
+                found.setdefault((workers, share), []).append(job)
     return [
-        {
-            "workers": workers,
-            "budget": share,
-            "mean cost": summaries[0].mean_cost / summaries[0].full_cost,
-            "images": summaries[0].images,
-            "seconds": median(summary.seconds for summary in summaries),
-            "rows per second": median(summary.per_second for summary in summaries),
-            "read share": median(summary.read_share for summary in summaries),
-        }
-        for (workers, share), summaries in found.items()
+        {"workers": workers, "budget": share, **{key: median(job[key] for job in jobs) for key in jobs[0]}}
+        for (workers, share), jobs in found.items()
     ]
 
 
+@dataclass(frozen=True)
+class NetTime:
+    """Seconds of the net per image: a part that every image takes, and one that is proportional to the mean cost."""
+
+    fixed: float
+    full: float
+
+    @classmethod
+    def of(cls, jobs: Sequence[Mapping[str, Any]]) -> "NetTime":
+        """Take it from the jobs with one worker at the largest and the smallest budget."""
+        alone = {job["budget"]: job for job in jobs if job["workers"] == 1}
+        high, low = alone[max(BUDGETS)], alone[min(BUDGETS)]
+        full = (high["net"] - low["net"]) / (high["mean cost"] - low["mean cost"])
+        return cls(high["net"] - full * high["mean cost"], full)
+
+    def at(self, mean_cost: float) -> float:
+        return self.fixed + self.full * mean_cost
+
+
 def predict_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each job with two simulations: from the job of its budget with one worker, and from the full budget's."""
+    """Compare each job with two simulations: from the job of its budget with one worker, and from two other budgets."""
     alone = {job["budget"]: job for job in jobs if job["workers"] == 1}
-    full = alone[1.0]
+    net, rows = NetTime.of(jobs), []
 
-    def parts(job: Mapping[str, Any]) -> tuple[float, float]:
-        per_image = job["seconds"] / job["images"]
-        return per_image * job["read share"], per_image * (1 - job["read share"])
+    def simulated(job: Mapping[str, Any], inputs: Mapping[str, Any], compute: float) -> float:
+        work = Work(job["images"], SHARD_SIZE, bytes=0.0, decode=inputs["read"], compute=compute)
+        return simulate(work, Cluster(machines=1, cores=job["workers"], start_up=inputs["start"])).seconds
 
-    rows = []
     for job in jobs:
-        cluster = Cluster(machines=1, cores=job["workers"])
-        size = {"images": job["images"], "shard_size": SHARD_SIZE, "bytes": 0.0}
-        decode, compute = parts(alone[job["budget"]])
-        same = simulate(Work(**size, decode=decode, compute=compute), cluster).seconds
-        decode, compute = parts(full)
-        scaled = compute * job["mean cost"] / full["mean cost"]
-        by_cost = simulate(Work(**size, decode=decode, compute=scaled), cluster).seconds
+        same = simulated(job, alone[job["budget"]], alone[job["budget"]]["net"])
+        by_cost = simulated(job, alone[1.0], net.at(job["mean cost"]))
         rows.append(
             {
                 **job,
@@ -180,22 +218,12 @@ def measure_listing(source: Path) -> float:
     return (time.perf_counter() - start) / summary.images
 
 
-def simulate_large(
-    photo: Mapping[str, float], net: Mapping[str, float], small: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def simulate_large(photo: Mapping[str, float], small: Mapping[str, float]) -> list[dict[str, Any]]:
     """A billion images on a hundred machines, at three budgets, from shards of many images and from single objects."""
-    cases = {
-        "CIFAR images, 38 million MACs, tar shards": ({"bytes": 2_300.0, **small}, {}, {}),
-        "photos, ImageNet net, tar shards": (
-            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
-            {},
-            {},
-        ),
-        "photos, ImageNet net, single objects": (
-            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
-            OBJECTS,
-            STORE,
-        ),
+    cases: dict[str, tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]] = {
+        "CIFAR images, 38 million MACs, tar shards": (small, {}, {}),
+        "photos, ImageNet net, tar shards": (photo, {}, {}),
+        "photos, ImageNet net, single objects": (photo, OBJECTS, STORE),
     }
     rows = []
     for name, (per_image, requests, store) in cases.items():
@@ -205,7 +233,7 @@ def simulate_large(
                 LARGE_SHARD,
                 per_image["bytes"],
                 per_image["decode"],
-                per_image["compute"] * share,
+                per_image["fixed"] + per_image["compute"] * share,
                 **requests,
                 commit=0.1,
                 spread=0.1,
@@ -238,22 +266,23 @@ def measure_photos(folder: Path) -> dict[str, Any]:
 
 def simulate_all(results: Mapping[str, Any]) -> dict[str, Any]:
     """Simulations of the small jobs and the large ones from what was measured."""
-    jobs = predict_jobs(results["jobs"])
-    full = next(job for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
-    per_image = full["seconds"] / full["images"]
-    small = {"decode": per_image * full["read share"], "compute": per_image * (1 - full["read share"])}
-    return {"jobs": jobs, "large": simulate_large(results["photo"], results["ImageNet net"], small)}
+    jobs, net = results["jobs"], NetTime.of(results["jobs"])
+    read = next(job["read"] for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
+    small = {"bytes": BYTES, "decode": read, "fixed": net.fixed, "compute": net.full}
+    photo = {**results["photo"], "fixed": 0.0, "compute": results["ImageNet net"]["seconds"]}
+    return {"jobs": predict_jobs(jobs), "large": simulate_large(photo, small)}
 
 
 def filled(page: str) -> str:
     """The page with the tables of the results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     jobs = [
-        "| workers | budget | rows/s | reading and decoding | seconds | simulated | from the full budget |",
+        "| workers | budget | rows/s | reading and decoding | seconds | simulated | from two budgets |",
         "|---|---|---|---|---|---|---|",
     ]
     jobs += [
-        f"| {job['workers']} | {job['budget']:.0%} | {job['rows per second']:.0f} | {job['read share']:.0%} "
+        f"| {job['workers']} | {job['budget']:.0%} | {job['images'] / job['seconds']:,.0f} "
+        f"| {job['read'] / (job['read'] + job['net']):.0%} "
         f"| {job['seconds']:.1f} | {job['simulated, same budget']:.1f} ({job['error, same budget']:+.0%}) "
         f"| {job['simulated, by cost']:.1f} ({job['error, by cost']:+.0%}) |"
         for job in results["jobs"]
@@ -275,7 +304,7 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", nargs="*", metavar="STEP", choices=STEPS, default=STEPS)
-    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -285,8 +314,7 @@ def main() -> None:
         write_images(given.images, given.folder / "images", given.count)
         export_bundles(given.folder)
     if "jobs" in given.steps:
-        with tempfile.TemporaryDirectory() as out:
-            results["jobs"] = measure_jobs(given.folder, Path(out), given.rounds)
+        results["jobs"] = measure_jobs(given.folder, given.rounds)
         write_json(RESULTS, rounded(results))
     if "photos" in given.steps:
         write_json(RESULTS, rounded(results | measure_photos(given.folder)))
