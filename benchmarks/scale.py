@@ -2,8 +2,8 @@
 
 usage: scale.py [--small] [--out FILE] [--only NAME ...] [--samples N ...] [--traces DIR]
 
-Traces of 25,000 and 50,000 validation and test samples, 1,000 classes and five exits, and one of 500,000 validation
-samples and 100 classes, are written to disk, and every command runs in a process of its own: the report with two
+Traces of 25,000 and 50,000 validation and test samples, 1,000 classes and five exits, and one of 500,000 and 100
+classes, are written to disk, and every command runs in a process of its own: the report with two
 threads, the others with one. CPU seconds and peak memory (the kernel's maximum of resident memory, in which mapped
 pages of files count) are those of this process. `--only` and `--samples` measure again what is named, such as
 `calibrate-T_opt` or `report`, or these sizes, and keep the other results of the file. `--traces` keeps the traces in a
@@ -45,7 +45,7 @@ COMMANDS = {
     "policies": ("policies", "--method", "T_opt", "--budget", "50%"),
     "report": ("report", "--method", "T_opt"),
 }
-LARGEST = ("calibrate-T_opt", "calibrate-Pool", "calibrate-full")  # commands for the largest trace
+LARGEST = ("calibrate-T_opt", "calibrate-full", "calibrate-Pool", "evaluate", "policies", "report")
 
 
 def write_trace(folder: Path, samples: dict[str, int], classes: int, widths: Sequence[int]) -> None:
@@ -155,10 +155,10 @@ def main() -> None:
         for (n, classes), results in zip(sizes.items(), measured.values(), strict=True):
             if arguments.samples and n not in arguments.samples:
                 continue
-            trace, is_largest = folder / f"trace-{n}", n == max(sizes)
+            trace = folder / f"trace-{n}"
             if not trace.exists():
-                write_trace(trace, {"val": n} if is_largest else {"val": n, "test": n}, classes, widths)
-            for name in LARGEST if is_largest else COMMANDS:
+                write_trace(trace, {"val": n, "test": n}, classes, widths)
+            for name in LARGEST if n == max(sizes) else COMMANDS:
                 if name in (arguments.only or COMMANDS):
                     results[name] = measure_command(trace, name)
                     print(n, name, results[name], file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ IMAGES holds cifar-100-binary/, FOLDER is for what the steps hand on. Steps, all
     photos      decode a photo, run the paper's small net for ImageNet, list a folder
     simulate    simulate the small jobs and the large ones, and fill the tables of docs/guides/scale.md
 
-Run `jobs` and `photos` alone on the machine, about four minutes and one. The jobs with one worker give the seconds per
-image of the parts; the simulation (pipeline.py) then has to predict the jobs with two workers, and those of smaller
-budgets. Results are in experiments/scale/results.json.
+Run `jobs` and `photos` alone on the machine, about four minutes and one. The jobs with one worker give the seconds until
+the worker begins and those per image; the simulation (pipeline.py) then has to predict the jobs with two workers, and
+those of smaller budgets. Results are in experiments/scale/results.json.
 """
 
 import argparse
