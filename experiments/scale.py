@@ -9,14 +9,16 @@ IMAGES holds cifar-100-binary/, FOLDER is for what the steps hand on. Steps, all
     photos      decode a photo, run the paper's small net for ImageNet, list a folder
     simulate    simulate the small jobs and the large ones, and fill the tables of docs/guides/scale.md
 
-Run `jobs` and `photos` alone on the machine, about four minutes and one. The jobs with one worker give the seconds until
-the worker begins and those per image; the simulation (pipeline.py) then has to predict the jobs with two workers, and
+Run `jobs` and `photos` alone on the machine, about four minutes and one. The jobs with one worker give the seconds
+until the worker begins and those per image; the simulation (pipeline.py) then has to predict the jobs with two workers, and
 those of smaller budgets. Results are in experiments/scale/results.json.
 """
 
 import argparse
 import io
 import json
+import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,11 +102,21 @@ class WatchedExecutor(LocalExecutor):
         super().run(job, shards, watch)
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """Return CPU seconds of all processes of the machine so far, and those of this one and its ended children."""
+    user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split()[1:4]
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    whole = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return whole, sum(usage.ru_utime + usage.ru_stime for usage in own)
+
+
 def measure_job(source: Path, bundle: Path, workers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as out:
-        executor = WatchedExecutor(bundle, workers)
+        executor, before = WatchedExecutor(bundle, workers), cpu_seconds()
         summary = ew.score(source, bundle=bundle, out=out, executor=executor, shard_size=SHARD_SIZE)
+        whole, own = (after - then for after, then in zip(cpu_seconds(), before, strict=True))
     return {
+        "cores busy with other work": max(0.0, whole - own) / summary.seconds,
         "mean cost": (summary.mean_cost or 0.0) / summary.full_cost,
         "images": summary.images,
         "seconds": summary.seconds,
@@ -115,15 +127,16 @@ def measure_job(source: Path, bundle: Path, workers: int) -> dict[str, float]:
 
 
 def measure_jobs(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return medians of jobs in turn, for every number of workers and every budget."""
+    """Run jobs in turn; for every number of workers and every budget, return the one that others disturbed least."""
     found: dict[tuple[int, float], list[dict[str, float]]] = {}
     for _ in range(rounds):
         for share in BUDGETS:
             for workers in WORKERS:
                 job = measure_job(folder / "images", bundle_path(folder, share), workers)
+                print(workers, share, rounded(job), flush=True)
                 found.setdefault((workers, share), []).append(job)
     return [
-        {"workers": workers, "budget": share, **{key: median(job[key] for job in jobs) for key in jobs[0]}}
+        {"workers": workers, "budget": share, **min(jobs, key=lambda job: job["cores busy with other work"])}
         for (workers, share), jobs in found.items()
     ]
 
@@ -304,8 +317,8 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", nargs="*", metavar="STEP", choices=STEPS, default=STEPS)
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args()
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
