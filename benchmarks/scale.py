@@ -1,12 +1,13 @@
 """How much memory and CPU time the commands take on traces of an ImageNet net's size and larger.
 
-usage: scale.py [--small] [--out FILE] [--only NAME ...]
+usage: scale.py [--small] [--out FILE] [--only NAME ...] [--samples N ...] [--traces DIR]
 
-Traces of 25,000 and 50,000 validation and test samples, 1,000 classes and five exits, and one of 500,000 validation
-samples and 100 classes, are written to disk, and every command runs in a process of its own with one thread. CPU
-seconds and peak memory (the kernel's maximum of resident memory, in which mapped pages of files count) are those of
-this process. `--only` and `--samples` measure again what is named, such as `calibrate-T_opt` or `report`, or these
-sizes, and keep the other results of the file. `--small` checks the benchmark itself.
+Traces of 25,000 and 50,000 validation and test samples, 1,000 classes and five exits, and one of 500,000 and 100
+classes, are written to disk, and every command runs in a process of its own: the report with two
+threads, the others with one. CPU seconds and peak memory (the kernel's maximum of resident memory, in which mapped
+pages of files count) are those of this process. `--only` and `--samples` measure again what is named, such as
+`calibrate-T_opt` or `report`, or these sizes, and keep the other results of the file. `--traces` keeps the traces in a
+folder for the next time. `--small` checks the benchmark itself.
 """
 
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ COMMANDS = {
     "policies": ("policies", "--method", "T_opt", "--budget", "50%"),
     "report": ("report", "--method", "T_opt"),
 }
-LARGEST = ("calibrate-T_opt", "calibrate-Pool", "calibrate-full")  # commands for the largest trace
+LARGEST = ("calibrate-T_opt", "calibrate-full", "calibrate-Pool", "evaluate", "policies", "report")
 
 
 def write_trace(folder: Path, samples: dict[str, int], classes: int, widths: Sequence[int]) -> None:
@@ -83,10 +84,10 @@ def write_trace(folder: Path, samples: dict[str, int], classes: int, widths: Seq
         writer.finish(tensors, {})
 
 
-def measure(command: Sequence[str]) -> dict[str, Any]:
-    """Run a command in a process of its own, with one thread."""
+def measure(command: Sequence[str], threads: int) -> dict[str, Any]:
+    """Run a command in a process of its own."""
     start = time.perf_counter()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
     assert process.stderr is not None
     problem = process.stderr.read().decode()
@@ -95,54 +96,74 @@ def measure(command: Sequence[str]) -> dict[str, Any]:
     if process.returncode:
         return {"failed": problem.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]}
     return {
+        "threads": threads,
         "CPU seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "seconds": round(time.perf_counter() - start, 1),
         "peak GB": round(usage.ru_maxrss / 2**20, 2),
     }
 
 
-def measure_all(n: int, with_test: bool, classes: int, widths: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-    """Write a trace of n samples per split and measure the commands on it, one after the other."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("EXITWISE_BENCHMARK_FOLDER")) as temporary:
-        run = Path(temporary) / "run"
-        run.mkdir()
-        write_trace(run / "trace", {"val": n, "test": n} if with_test else {"val": n}, classes, widths)
+def measure_command(trace: Path, name: str) -> dict[str, Any]:
+    """Run a command on a new run with this trace, which has no calibrations yet."""
+    command, *rest = COMMANDS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary)
+        (run / "trace").symlink_to(trace.absolute())
         write_json(
             run / "run.json", run_metadata({"net": "random"}, {"name": "cifar100", "root": None, "image_size": 32})
         )
-        results = {}
-        for name in names:
-            command, *rest = COMMANDS[name]
-            results[name] = measure([sys.executable, "-m", "exitwise", command, str(run), *rest])
-            print(n, name, results[name], file=sys.stderr, flush=True)
-        return results
+        return measure([sys.executable, "-m", "exitwise", command, str(run), *rest], 2 if command == "report" else 1)
+
+
+def measure_growth(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, float]:
+    """Return CPU seconds of twice the samples beside those of the others, by command."""
+    both = [name for name in COMMANDS if "CPU seconds" in small.get(name, {}) and "CPU seconds" in large.get(name, {})]
+    return {name: round(large[name]["CPU seconds"] / small[name]["CPU seconds"], 2) for name in both}
+
+
+def table_rows(found: Mapping[str, Any]) -> list[str]:
+    """Return the rows of the table in docs/benchmarks.md: CPU seconds and gigabytes for every size, and the growth."""
+
+    def cell(results: Mapping[str, Any], name: str) -> str:
+        if name not in results:
+            return "-"
+        return f"{results[name]['CPU seconds']:.0f} s, {results[name]['peak GB']:.1f} GB"
+
+    sizes = found["measured"].values()
+    return [
+        f"| `{' '.join(words)}` | {' | '.join(cell(results, name) for results in sizes)} "
+        f"| {found['growth'].get(name, '-')} |"
+        for name, words in COMMANDS.items()
+        if any(name in results for results in sizes)
+    ]
 
 
 def main() -> None:
     parser = options(__doc__, "scale.json")
     parser.add_argument("--only", nargs="+", default=[], choices=COMMANDS, metavar="NAME")
     parser.add_argument("--samples", nargs="+", type=int, help="measure only these sizes")
+    parser.add_argument("--traces", type=Path, help="folder that keeps the traces")
     arguments = parser.parse_args()
     sizes, widths = {25_000: 1000, 50_000: 1000, 500_000: 100}, WIDTHS  # samples and classes
     if arguments.small:
         sizes, widths = {300: 20, 600: 20, 2000: 10}, (8, 9)
-    former: dict[str, Any] = {}
+    measured: dict[str, Any] = {f"{n} samples, {classes} classes": {} for n, classes in sizes.items()}
     if (arguments.only or arguments.samples) and arguments.out.is_file():
-        former = json.loads(arguments.out.read_text(encoding="utf-8"))["measured"]
-    measured: dict[str, Any] = {}
-    for n, classes in sizes.items():
-        is_largest, key = n == max(sizes), f"{n} samples, {classes} classes"
-        names = [name for name in (LARGEST if is_largest else COMMANDS) if name in (arguments.only or COMMANDS)]
-        wanted = not arguments.samples or n in arguments.samples
-        results = measure_all(n, not is_largest, classes, widths, names) if names and wanted else {}
-        measured[key] = {**former.get(key, {}), **results}
+        measured |= json.loads(arguments.out.read_text(encoding="utf-8"))["measured"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.traces or Path(temporary)
+        for (n, classes), results in zip(sizes.items(), measured.values(), strict=True):
+            if arguments.samples and n not in arguments.samples:
+                continue
+            trace = folder / f"trace-{n}"
+            if not trace.exists():
+                write_trace(trace, {"val": n, "test": n}, classes, widths)
+            for name in LARGEST if n == max(sizes) else COMMANDS:
+                if name in (arguments.only or COMMANDS):
+                    results[name] = measure_command(trace, name)
+                    print(n, name, results[name], file=sys.stderr, flush=True)
     small, large, _ = measured.values()
-    growth = {
-        name: round(large[name]["CPU seconds"] / small[name]["CPU seconds"], 2)
-        for name in COMMANDS
-        if "CPU seconds" in small.get(name, {}) and "CPU seconds" in large.get(name, {})
-    }
-    record(arguments.out, {"features": list(widths), "measured": measured, "growth": growth})
+    record(arguments.out, {"features": list(widths), "measured": measured, "growth": measure_growth(small, large)})
 
 
 if __name__ == "__main__":

@@ -22,8 +22,11 @@ def rounded(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
+    models = (line for line in lines if line.startswith("model name"))
     return {
-        "cpu": platform.machine(),
+        "cpu": next((line.split(":")[1].strip() for line in models), platform.machine()),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,

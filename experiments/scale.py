@@ -1,19 +1,28 @@
 """What a billion images cost: measure a small scoring job, simulate it, and simulate a large cluster.
 
-usage: scale.py IMAGES [--count N] [--rounds R]    IMAGES holds cifar-100-binary/
-       scale.py --fill                             only fill the tables of docs/guides/scale.md
+usage: scale.py IMAGES FOLDER [STEP ...] [--count N] [--rounds R]
 
-Run it alone on the machine, about twenty minutes. The jobs with one worker give the seconds per image of the parts; the
-simulation (pipeline.py) then has to predict the jobs with two workers, and those of smaller budgets. Results are in
-experiments/scale/results.json.
+IMAGES holds cifar-100-binary/, FOLDER is for what the steps hand on. Steps, all of them by default:
+
+    prepare     write the images and export the bundles
+    jobs        score the images with one worker and with two at every budget, R times
+    photos      decode a photo, run the paper's small net for ImageNet, list a folder
+    simulate    simulate the small jobs and the large ones, and fill the tables of docs/guides/scale.md
+
+Run `jobs` and `photos` alone on the machine, about four minutes and one. The jobs with one worker give the seconds
+until the worker begins and those per image; the simulation (pipeline.py) then has to predict the jobs with two workers, and
+those of smaller budgets. Results are in experiments/scale/results.json.
 """
 
 import argparse
 import io
 import json
+import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,16 +32,23 @@ from pipeline import Cluster, Outcome, Work, simulate
 from results import fill_tables, machine, rounded
 
 import exitwise as ew
+from exitwise.core.files import write_json
 from exitwise.core.image_files import read_or_error
 from exitwise.data import load
 from exitwise.runtime.onnx import Session
+from exitwise.scoring.executors import Event
 from exitwise.scoring.items import list_source
+from exitwise.scoring.job import Job
+from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.plan import summarize
+from exitwise.scoring.shard_scorer import ShardReport
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "scale" / "results.json"
 PAGE = ROOT / "docs" / "guides" / "scale.md"
 LOOK = ew.Preprocessing(size=32, mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761))
+BYTES = 2300.0  # of a PNG file of CIFAR-100
+STEPS = ("prepare", "jobs", "photos", "simulate")
 BUDGETS = (1.0, 0.5, 0.25)  # shares of the full cost
 WORKERS = (1, 2)
 SHARD_SIZE = 500  # of the small jobs
@@ -45,17 +61,19 @@ STORE = {"request_rate": 50_000, "latency": 0.03}
 LARGE_SHARD = 20_000
 
 
-def export_bundles(folder: Path) -> dict[float, Path]:
-    """Bundles of the shipped net for every budget."""
+def bundle_path(folder: Path, share: float) -> Path:
+    return folder / f"bundle-{100 * share:.0f}"
+
+
+def export_bundles(folder: Path) -> None:
+    """Export bundles of the shipped net for every budget."""
     trace, net = ew.Trace.load(ew.zoo.path("trace.safetensors")), ew.load_net(ew.zoo.path("net.safetensors"))
     cal = ew.calibrate(trace, "Pool")
     preds = cal.predict(trace.val)
-    bundles = {}
     for share in BUDGETS:
         policy = ew.fit_policy(preds, trace.val.labels, trace.costs, budget=share * trace.costs.values[-1])
-        bundles[share] = folder / f"bundle-{share:.0%}".replace("%", "")
-        ew.Classifier(net, cal, policy, classes=trace.classes, preprocessing=LOOK).export(bundles[share])
-    return bundles
+        path = bundle_path(folder, share)
+        ew.Classifier(net, cal, policy, classes=trace.classes, preprocessing=LOOK).export(path)
 
 
 def write_images(root: Path, folder: Path, count: int) -> None:
@@ -63,53 +81,97 @@ def write_images(root: Path, folder: Path, count: int) -> None:
     from PIL import Image
 
     images = load("cifar100", root)[1].pixels
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for number in range(count):
         pixels = images[number % len(images)].permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(folder / f"{number:06}.png")
 
 
-def measure_jobs(source: Path, bundles: Mapping[float, Path], out: Path, rounds: int) -> list[dict[str, Any]]:
-    """Medians of jobs in turn, for every number of workers and every budget."""
-    found: dict[tuple[int, float], list[ew.ScoreSummary]] = {}
-    for repeat in range(rounds):
-        for share, bundle in bundles.items():
+class WatchedExecutor(LocalExecutor):
+    """Adds up what workers report, to tell their work from the start of the job."""
+
+    worker_seconds = read_seconds = 0.0
+
+    def run(self, job: Job, shards: Sequence[int], on_event: Callable[[Event], None]) -> None:
+        def watch(event: Event) -> None:
+            if isinstance(event, ShardReport):
+                self.worker_seconds += event.seconds
+                self.read_seconds += event.read_seconds
+            on_event(event)
+
+        super().run(job, shards, watch)
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return CPU seconds of all processes of the machine so far, and those of this one and its ended children."""
+    user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split()[1:4]
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    whole = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return whole, sum(usage.ru_utime + usage.ru_stime for usage in own)
+
+
+def measure_job(source: Path, bundle: Path, workers: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as out:
+        executor, before = WatchedExecutor(bundle, workers), cpu_seconds()
+        summary = ew.score(source, bundle=bundle, out=out, executor=executor, shard_size=SHARD_SIZE)
+        whole, own = (after - then for after, then in zip(cpu_seconds(), before, strict=True))
+    return {
+        "cores busy with other work": max(0.0, whole - own) / summary.seconds,
+        "mean cost": (summary.mean_cost or 0.0) / summary.full_cost,
+        "images": summary.images,
+        "seconds": summary.seconds,
+        "start": summary.seconds - executor.worker_seconds / workers,
+        "read": executor.read_seconds / summary.images,
+        "net": (executor.worker_seconds - executor.read_seconds) / summary.images,
+    }
+
+
+def measure_jobs(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Run jobs in turn; for every number of workers and every budget, return the one that others disturbed least."""
+    found: dict[tuple[int, float], list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        for share in BUDGETS:
             for workers in WORKERS:
-                folder = out / f"{repeat}-{workers}-{bundle.name}"
-                summary = ew.score(source, bundle=bundle, out=folder, workers=workers, shard_size=SHARD_SIZE)
-                found.setdefault((workers, share), []).append(summary)
+                job = measure_job(folder / "images", bundle_path(folder, share), workers)
+                print(workers, share, rounded(job), flush=True)
+                found.setdefault((workers, share), []).append(job)
     return [
-        {
-            "workers": workers,
-            "budget": share,
-            "mean cost": summaries[0].mean_cost / summaries[0].full_cost,
-            "images": summaries[0].images,
-            "seconds": median(summary.seconds for summary in summaries),
-            "rows per second": median(summary.per_second for summary in summaries),
-            "read share": median(summary.read_share for summary in summaries),
-        }
-        for (workers, share), summaries in found.items()
+        {"workers": workers, "budget": share, **min(jobs, key=lambda job: job["cores busy with other work"])}
+        for (workers, share), jobs in found.items()
     ]
 
 
+@dataclass(frozen=True)
+class NetTime:
+    """Seconds of the net per image: a part that every image takes, and one that is proportional to the mean cost."""
+
+    fixed: float
+    full: float
+
+    @classmethod
+    def of(cls, jobs: Sequence[Mapping[str, Any]]) -> "NetTime":
+        """Take it from the jobs with one worker at the largest and the smallest budget."""
+        alone = {job["budget"]: job for job in jobs if job["workers"] == 1}
+        high, low = alone[max(BUDGETS)], alone[min(BUDGETS)]
+        full = (high["net"] - low["net"]) / (high["mean cost"] - low["mean cost"])
+        return cls(high["net"] - full * high["mean cost"], full)
+
+    def at(self, mean_cost: float) -> float:
+        return self.fixed + self.full * mean_cost
+
+
 def predict_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each job with two simulations: from the job of its budget with one worker, and from the full budget's."""
+    """Compare each job with two simulations: from the job of its budget with one worker, and from two other budgets."""
     alone = {job["budget"]: job for job in jobs if job["workers"] == 1}
-    full = alone[1.0]
+    net, rows = NetTime.of(jobs), []
 
-    def parts(job: Mapping[str, Any]) -> tuple[float, float]:
-        per_image = job["seconds"] / job["images"]
-        return per_image * job["read share"], per_image * (1 - job["read share"])
+    def simulated(job: Mapping[str, Any], inputs: Mapping[str, Any], compute: float) -> float:
+        work = Work(job["images"], SHARD_SIZE, bytes=0.0, decode=inputs["read"], compute=compute)
+        return simulate(work, Cluster(machines=1, cores=job["workers"], start_up=inputs["start"])).seconds
 
-    rows = []
     for job in jobs:
-        cluster = Cluster(machines=1, cores=job["workers"])
-        size = {"images": job["images"], "shard_size": SHARD_SIZE, "bytes": 0.0}
-        decode, compute = parts(alone[job["budget"]])
-        same = simulate(Work(**size, decode=decode, compute=compute), cluster).seconds
-        decode, compute = parts(full)
-        scaled = compute * job["mean cost"] / full["mean cost"]
-        by_cost = simulate(Work(**size, decode=decode, compute=scaled), cluster).seconds
+        same = simulated(job, alone[job["budget"]], alone[job["budget"]]["net"])
+        by_cost = simulated(job, alone[1.0], net.at(job["mean cost"]))
         rows.append(
             {
                 **job,
@@ -131,7 +193,7 @@ def seconds_per_call(function: Callable[[], object], calls: int) -> float:
     return median(times)
 
 
-def measure_photo(folder: Path) -> dict[str, float]:
+def measure_photo() -> dict[str, float]:
     """Seconds to decode a photo of 500 x 375 to 224 x 224, and its bytes: smooth noise, as hard as a photograph."""
     from PIL import Image
 
@@ -169,22 +231,12 @@ def measure_listing(source: Path) -> float:
     return (time.perf_counter() - start) / summary.images
 
 
-def simulate_large(
-    photo: Mapping[str, float], net: Mapping[str, float], small: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def simulate_large(photo: Mapping[str, float], small: Mapping[str, float]) -> list[dict[str, Any]]:
     """A billion images on a hundred machines, at three budgets, from shards of many images and from single objects."""
-    cases = {
-        "CIFAR images, 38 million MACs, tar shards": ({"bytes": 2_300.0, **small}, {}, {}),
-        "photos, ImageNet net, tar shards": (
-            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
-            {},
-            {},
-        ),
-        "photos, ImageNet net, single objects": (
-            {"bytes": photo["bytes"], "decode": photo["decode"], "compute": net["seconds"]},
-            OBJECTS,
-            STORE,
-        ),
+    cases: dict[str, tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]] = {
+        "CIFAR images, 38 million MACs, tar shards": (small, {}, {}),
+        "photos, ImageNet net, tar shards": (photo, {}, {}),
+        "photos, ImageNet net, single objects": (photo, OBJECTS, STORE),
     }
     rows = []
     for name, (per_image, requests, store) in cases.items():
@@ -194,7 +246,7 @@ def simulate_large(
                 LARGE_SHARD,
                 per_image["bytes"],
                 per_image["decode"],
-                per_image["compute"] * share,
+                per_image["fixed"] + per_image["compute"] * share,
                 **requests,
                 commit=0.1,
                 spread=0.1,
@@ -215,40 +267,35 @@ def simulate_large(
     return rows
 
 
-def run(images: Path, count: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_images(images, folder / "images", count)
-        bundles = export_bundles(folder)
-        jobs = predict_jobs(measure_jobs(folder / "images", bundles, folder / "jobs", rounds))
-        photo, net = measure_photo(folder), measure_large_net(folder)
-        listing = measure_listing(folder / "images")
-    full = next(job for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
-    per_image = full["seconds"] / full["images"]
-    small = {"decode": per_image * full["read share"], "compute": per_image * (1 - full["read share"])}
-    results = {
-        "command": "experiments/scale.py",
-        "machine": machine(),
-        "jobs": jobs,
-        "photo": photo,
+def measure_photos(folder: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as bundles:
+        net = measure_large_net(Path(bundles))
+    return {
+        "photo": measure_photo(),
         "ImageNet net": net,
-        "seconds to list a file": listing,
-        "large": simulate_large(photo, net, small),
+        "seconds to list a file": measure_listing(folder / "images"),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+
+
+def simulate_all(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Simulations of the small jobs and the large ones from what was measured."""
+    jobs, net = results["jobs"], NetTime.of(results["jobs"])
+    read = next(job["read"] for job in jobs if job["workers"] == 1 and job["budget"] == 1.0)
+    small = {"bytes": BYTES, "decode": read, "fixed": net.fixed, "compute": net.full}
+    photo = {**results["photo"], "fixed": 0.0, "compute": results["ImageNet net"]["seconds"]}
+    return {"jobs": predict_jobs(jobs), "large": simulate_large(photo, small)}
 
 
 def filled(page: str) -> str:
     """The page with the tables of the results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     jobs = [
-        "| workers | budget | rows/s | reading and decoding | seconds | simulated | from the full budget |",
+        "| workers | budget | rows/s | reading and decoding | seconds | simulated | from two budgets |",
         "|---|---|---|---|---|---|---|",
     ]
     jobs += [
-        f"| {job['workers']} | {job['budget']:.0%} | {job['rows per second']:.0f} | {job['read share']:.0%} "
+        f"| {job['workers']} | {job['budget']:.0%} | {job['images'] / job['seconds']:,.0f} "
+        f"| {job['read'] / (job['read'] + job['net']):.0%} "
         f"| {job['seconds']:.1f} | {job['simulated, same budget']:.1f} ({job['error, same budget']:+.0%}) "
         f"| {job['simulated, by cost']:.1f} ({job['error, by cost']:+.0%}) |"
         for job in results["jobs"]
@@ -267,16 +314,27 @@ def filled(page: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("images", type=Path, nargs="?")
-    parser.add_argument("--count", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fill", action="store_true")
+    parser.add_argument("images", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", nargs="*", metavar="STEP", choices=STEPS, default=STEPS)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args()
-    if given.images is None and not given.fill:
-        parser.error("IMAGES or --fill is needed")
-    if given.images is not None:
-        run(given.images, given.count, given.rounds)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    torch.set_num_threads(1)
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    results |= {"command": "experiments/scale.py", "machine": machine()}
+    if "prepare" in given.steps:
+        write_images(given.images, given.folder / "images", given.count)
+        export_bundles(given.folder)
+    if "jobs" in given.steps:
+        results["jobs"] = measure_jobs(given.folder, given.rounds)
+        write_json(RESULTS, rounded(results))
+    if "photos" in given.steps:
+        write_json(RESULTS, rounded(results | measure_photos(given.folder)))
+    if "simulate" in given.steps:
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        write_json(RESULTS, rounded(results | simulate_all(results)))
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

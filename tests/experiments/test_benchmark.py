@@ -99,6 +99,17 @@ def test_the_scoring_benchmark_measures_everything(tmp_path: Path) -> None:
     assert found["beside_local"]["local"] in (1.0, None)
 
 
+def test_the_decoding_benchmark_measures_everything(tmp_path: Path) -> None:
+    found = small("decoding.py", tmp_path)["measured"]
+    assert len(found) == 4
+    for kind, row in found.items():
+        assert {"net", "pillow"} <= set(row["CPU milliseconds per image"])
+        assert ("draft" in row["share of decoding"]) == kind.startswith("JPEG")
+    assert found["JPEG, 32 x 32"]["beside Pillow"]["draft"]["largest difference"] == 0  # nothing to leave out
+    # Measured at three and more: that a draft of a large JPEG is faster at all is safe to say on any machine.
+    assert found["JPEG, 500 x 375"]["Pillow / decoder"]["draft"] > 1
+
+
 def test_the_scale_benchmark_measures_everything(tmp_path: Path) -> None:
     """Only commands that others do not cover already; each starts a process."""
     found = small("scale.py", tmp_path, "--only", "calibrate-T_opt")

@@ -32,12 +32,15 @@ from scoring_cases import (
 )
 
 import exitwise as ew
+from exitwise.cli.score import show_progress
 from exitwise.core import image_files
 from exitwise.core.image_files import DECODERS, load_image
 from exitwise.policies.controller import BudgetController
 from exitwise.runs import predict
 from exitwise.runtime.onnx import Session
 from exitwise.scoring import parts, shard_scorer
+from exitwise.scoring.parts import ShardCounts
+from exitwise.scoring.score import ScoreProgress
 from exitwise.scoring.storage import LocalStorage
 
 COLUMNS = ["id", "path", "label", "class", "confidence", "exit", "cost", "error", "bundle"]
@@ -318,6 +321,23 @@ def test_bad_input_is_one_line_and_status_2(
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert problem in done.err
     assert not list(tmp_path.glob("out/p*"))
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with show_progress() as show:
+        for second in range(0, 240, 10):
+            now[0] = float(second)
+            counts = ShardCounts(second, 3, 10.0 * (second - 3), {0: second - 3}, 0) if second else ShardCounts()
+            speed, left = (10.0, 24.0) if second else (None, None)
+            show(ScoreProgress(240, counts, 5, speed, left, "MACs"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    expected = "65 of 240 images; 10 rows/s, 0:00:24 left; mean cost 10 MACs; 100% at exit 0; 3 errors"
+    assert lines[0] == f"exitwise: {expected}"
 
 
 @pytest.mark.parametrize("size", [(500, 375), (9, 12), (375, 500)])

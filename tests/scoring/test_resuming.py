@@ -198,6 +198,30 @@ def test_a_job_works_on_remote_storage(
     assert not list((tmp_path / "out" / "attempts").iterdir())
 
 
+@pytest.mark.parametrize("broken", ["get_file_info", "open_output_stream"])
+def test_a_job_that_cannot_be_read_or_written_is_one_line(
+    broken: str, bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Denied:
+        def __init__(self) -> None:
+            self._files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+
+        def __getattr__(self, name: str) -> Any:
+            if name == broken:
+                raise OSError("When writing key 'x' in bucket 'y': AWS Error ACCESS_DENIED during PutObject operation")
+            return getattr(self._files, name)
+
+    def open_denied(location: str, argument: str) -> tuple[Storage, str]:
+        is_job = location.startswith("test://")
+        return (RemoteStorage(Denied(), "test://"), "out") if is_job else open_location(location, argument)
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for module in (job, import_module("exitwise.scoring.score")):
+        monkeypatch.setattr(module, "open_location", open_denied)
+    line = "^test://out: AWS Error ACCESS_DENIED during PutObject operation. What is scored stays; "
+    refused(line, folder, bundle, "test://out")  # type: ignore[arg-type]
+
+
 def test_a_pattern_must_not_find_the_parts(bundle: Path, folder: Path, tmp_path: Path) -> None:
     copied = write_folder(tmp_path / "images", contents(4))
     refused("`out` must not lie in the source", copied / "**" / "*", bundle, copied / "scores")

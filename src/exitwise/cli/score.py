@@ -1,6 +1,7 @@
 """The command that scores large sources: `exitwise score`."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,8 @@ from exitwise.cli.options import ForceOption, JsonOption, RayOption, print_json
 
 if TYPE_CHECKING:
     from exitwise.scoring.score import ScoreProgress, ScoreSummary
+
+_LINE_SECONDS = 60.0  # between two lines of progress in a log
 
 
 def score(
@@ -52,7 +55,7 @@ def score(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score many images with a bundle, in several processes; the same command resumes after any interruption.
+    """Score many images with a bundle, in one or several processes; the same command resumes after any interruption.
 
     DIR/parts gets one Parquet file per shard of images, with a row per image: id, path, label, class, confidence, exit
     (from 0), cost, error and the fingerprint of the bundle. An image that cannot be read, or that ends the process
@@ -60,7 +63,7 @@ def score(
     """
     from exitwise.scoring.score import score
 
-    with _progress_bar() as show:
+    with show_progress() as show:
         summary = score(
             source,
             bundle=bundle,
@@ -86,15 +89,15 @@ def score(
 
 
 @contextmanager
-def _progress_bar() -> Iterator["Callable[[ScoreProgress], None] | None"]:
-    """Show a bar on stderr with a line of details below it, if it is a terminal."""
+def show_progress() -> Iterator["Callable[[ScoreProgress], None]"]:
+    """Show a bar on stderr with a line of details below it; if stderr is no terminal, print a line per minute."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield None
+        yield _ProgressLines()
         return
     details = Text("", overflow="ellipsis", no_wrap=True)
 
@@ -113,6 +116,23 @@ def _progress_bar() -> Iterator["Callable[[ScoreProgress], None] | None"]:
             bar.update(task, completed=done, total=progress.images, speed=_describe_speed(progress))
 
         yield show
+
+
+class _ProgressLines:
+    """Prints progress for a log, at most once per minute."""
+
+    def __init__(self) -> None:
+        self._printed = time.monotonic()
+
+    def __call__(self, progress: "ScoreProgress") -> None:
+        """Print a line, if the last one is old enough and images were scored."""
+        now = time.monotonic()
+        if progress.per_second is None or now - self._printed < _LINE_SECONDS:
+            return
+        self._printed = now
+        done = progress.counts.images + progress.read
+        notes = [f"{done} of {progress.images} images", _describe_speed(progress), _describe_counts(progress)]
+        print(f"exitwise: {'; '.join(filter(None, notes))}", file=sys.stderr, flush=True)
 
 
 def _describe_speed(progress: "ScoreProgress") -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from exitwise.core.errors import InputError
 from exitwise.core.image_files import SUFFIXES
-from exitwise.scoring.storage import Entry, Storage
+from exitwise.scoring.storage import Entry, Storage, describe_error
 
 IMAGES, TAR, PARQUET = "images", "tar", "parquet"  # kinds of files
 _COMPRESSED_TAR = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -86,7 +86,7 @@ def _walk(storage: Storage, folder: str, below: str, depth: int | None) -> Itera
     try:
         entries = storage.list_folder(folder)
     except OSError as error:
-        raise InputError(f"{storage.name(folder)} cannot be read ({error.strerror or error})") from None
+        raise InputError(f"{storage.name(folder)} cannot be read ({describe_error(error)})") from None
     for entry in entries:
         name, path = f"{below}{entry.name}", f"{folder.rstrip('/')}/{entry.name}"
         if not entry.is_folder:

@@ -7,12 +7,12 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from exitwise.core.errors import InputError, first_line
+from exitwise.core.errors import InputError
 from exitwise.core.image_files import SUFFIXES
 from exitwise.core.text import to_utf8
 from exitwise.scoring import parquet_source
 from exitwise.scoring.files_source import IMAGES, PARQUET, TAR, SourceFile, file_kind, find_files, has_pattern
-from exitwise.scoring.storage import Storage, is_uri, open_in_order, open_location
+from exitwise.scoring.storage import Storage, describe_error, is_uri, open_in_order, open_location
 
 
 class Item(NamedTuple):
@@ -59,7 +59,7 @@ def list_source(source: str, shard_size: int, column: str | None = None, id_colu
     try:
         is_list = _is_list(storage, path)
     except OSError as error:
-        raise InputError(f"{source} cannot be read ({error.strerror or first_line(error)})") from None
+        raise InputError(f"{source} cannot be read ({describe_error(error)})") from None
     if is_list:
         items = _list_names(storage, path)
         kind = IMAGES
@@ -117,7 +117,7 @@ def _list_names(storage: Storage, path: str) -> Iterator[Item]:
                 if name := os.fsdecode(line.rstrip(b"\r\n")):
                     yield locate(storage, folder, name)
     except OSError as error:
-        raise InputError(f"{storage.name(path)} cannot be read ({error.strerror or first_line(error)})") from None
+        raise InputError(f"{storage.name(path)} cannot be read ({describe_error(error)})") from None
 
 
 def locate(storage: Storage, folder: str, name: str, id: str | None = None) -> Item:
@@ -143,8 +143,8 @@ def _list_members(storage: Storage, file: SourceFile) -> Iterator[Item]:
                     yield Item(id, path, member.offset_data, member.size, file.entry.mtime)
                 members.members.clear()  # type: ignore[attr-defined]  # it would hold all members until the end
     except (OSError, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"{storage.name(file.path)} cannot be read as a tar file ({reason})") from None
+        name = storage.name(file.path)
+        raise InputError(f"{name} cannot be read as a tar file ({describe_error(error)})") from None
 
 
 def _list_parquet(

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from exitwise.core.errors import InputError, first_line
-from exitwise.scoring.storage import Storage
+from exitwise.core.errors import InputError
+from exitwise.scoring.storage import Storage, describe_error
 
 _NAMES = ("image", "image.bytes", "bytes", "jpg", "png", "path", "file", "file_name", "filename")  # usual columns
 
@@ -81,8 +81,7 @@ def _open(storage: Storage, path: str) -> Iterator[Any]:
         with storage.open(path) as opened, parquet.ParquetFile(opened) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"{storage.name(path)} cannot be read as Parquet ({reason})") from None
+        raise InputError(f"{storage.name(path)} cannot be read as Parquet ({describe_error(error)})") from None
 
 
 def read_slices(

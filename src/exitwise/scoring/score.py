@@ -27,7 +27,7 @@ from exitwise.scoring.local_executor import LocalExecutor
 from exitwise.scoring.parts import ShardCounts
 from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.shard_scorer import ShardReport
-from exitwise.scoring.storage import Storage, is_uri, open_location
+from exitwise.scoring.storage import Storage, describe_job_error, is_uri, open_location
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def score(
 
     Raises:
         InputError: If an argument is invalid, the source is empty or cannot be read, an id occurs twice, `out` holds a
-            job of another bundle or source, or workers cannot work.
+            job of another bundle or source or cannot be written, or workers cannot work.
 
     Example:
         >>> import exitwise as ew
@@ -163,8 +163,11 @@ def score(
         if force:
             remove_job(storage, folder)
         with executor:
-            job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
-            return _run(job, executor, manifest, on_progress)
+            try:
+                job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
+                return _run(job, executor, manifest, on_progress)
+            except OSError as error:
+                raise InputError(describe_job_error(error, storage.name(folder))) from None
 
 
 def _load_manifest(bundle: Path, keep_budget: bool) -> Manifest:

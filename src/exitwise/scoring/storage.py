@@ -165,6 +165,17 @@ class RemoteStorage:
         """Do nothing: an upload that was not completed leaves no file."""
 
 
+def describe_error(error: Exception) -> str:
+    """Return the reason in an error of a file system or of a library, in a line."""
+    text = getattr(error, "strerror", None) or first_line(error)
+    return text[max(0, text.find("AWS Error")) :]  # what comes before names the file, as our messages do
+
+
+def describe_job_error(error: OSError, folder: str) -> str:
+    """Return a line on a file of a job that could not be read or written, after which the job can be resumed."""
+    return f"{error.filename or folder}: {describe_error(error)}. What is scored stays; the same command resumes"
+
+
 def open_in_order(storage: Storage, path: str) -> Any:
     """Open a file that is read from its beginning to its end, with few requests if it is remote."""
     file = storage.open(path)
@@ -212,7 +223,7 @@ def open_location(location: str, argument: str) -> tuple[Storage, str]:
     try:
         file_system, path = fs.FileSystem.from_uri(location)
     except (OSError, ValueError, NotImplementedError, lib.ArrowException) as error:
-        raise InputError(f"`{argument}`: {location} cannot be opened ({first_line(error)})") from None
+        raise InputError(f"`{argument}`: {location} cannot be opened ({describe_error(error)})") from None
     if isinstance(file_system, fs.LocalFileSystem):
         return LocalStorage(), os.path.abspath(path)  # noqa: PTH100
     path = path.rstrip("/")

@@ -17,6 +17,7 @@ from typing import Any
 
 from exitwise.core.errors import InputError
 from exitwise.scoring.shard_scorer import LoadedBundle, ShardScorer
+from exitwise.scoring.storage import describe_error, describe_job_error
 
 _PROGRESS_SECONDS = 0.5  # between two messages
 
@@ -36,11 +37,17 @@ def main() -> None:
             os._exit(1)
 
     try:
-        _work(sys.argv[1], int(sys.argv[2]), lines, send)
+        loaded = LoadedBundle(sys.argv[1], int(sys.argv[2]))
+        send(ready=loaded.fingerprint)
+        location = json.loads(lines.get())
+        try:
+            _score_shards(ShardScorer(location, loaded), lines, send)
+        except OSError as error:
+            send(failure=describe_job_error(error, location))
     except InputError as error:
         send(failure=str(error))
     except OSError as error:
-        send(failure=f"{error.strerror or error}: {error.filename}" if error.filename else error.strerror or str(error))
+        send(failure=f"{error.filename or sys.argv[1]}: {describe_error(error)}")
 
 
 def _read_lines(lines: "queue.SimpleQueue[str]") -> None:
@@ -49,10 +56,7 @@ def _read_lines(lines: "queue.SimpleQueue[str]") -> None:
     os._exit(0)
 
 
-def _work(bundle: str, threads: int, lines: "queue.SimpleQueue[str]", send: Callable[..., None]) -> None:
-    loaded = LoadedBundle(bundle, threads)
-    send(ready=loaded.fingerprint)
-    scorer = ShardScorer(json.loads(lines.get()), loaded)
+def _score_shards(scorer: ShardScorer, lines: "queue.SimpleQueue[str]", send: Callable[..., None]) -> None:
     while True:
         shard, last = int(lines.get()), [time.monotonic()]
 
