@@ -105,7 +105,7 @@ async def test_malformed_requests_are_refused_and_harm_nothing(bundle: Path) -> 
             assert 400 <= done.status_code < 500, (number, path, request, done.text)
             assert set(done.json()) == {"error"}, (number, done.text)
             assert str(bundle) not in done.text
-        for method, path in (("GET", INFER), ("DELETE", "/v2"), ("POST", "/v2"), ("GET", "/nothing"), ("GET", "/")):
+        for method, path in (("GET", INFER), ("DELETE", "/v2"), ("POST", "/v2"), ("GET", "/nothing"), ("POST", "/")):
             done = await client.request(method, path)
             assert done.status_code in (404, 405)
             assert set(done.json()) == {"error"}

@@ -133,6 +133,7 @@ class Service:
         """Warm up the bundle and start its threads."""
         await self.run_in_thread(self.bundle.warm_up)
         self.bundle.scheduler.start()
+        self.update_metrics()
         self._started = True
 
     async def close(self) -> None:

@@ -10,7 +10,11 @@ function buildExits() {
   clearTimeout(explained.timer);
   Object.assign(explained, { answer: null, shown: 0 });
   byId("exits").replaceChildren(...state.service.costs.map((cost, k) => html("li", { class: "exit", id: `exit-${k}` })));
-  show("preview", ""); show("file-name", ""); show("error", "");
+  byId("key-to-exits").replaceChildren(...[["answer", "answer at this budget"], ["other", "other classes"], ["threshold", "threshold of the policy"]].map(([kind, text]) =>
+    html("li", {}, svg("svg", { "aria-hidden": "true" }, svg("rect", { class: `mark-${kind}`, x: kind === "threshold" ? 11 : 1, y: kind === "threshold" ? 0 : 3, width: kind === "threshold" ? 3 : 24, height: kind === "threshold" ? 12 : 6, rx: 2 })), text)),
+    html("li", { class: "soft" }, `Score: ${SCORES[state.service.score]}. Costs are cumulative.`));
+  byId("preview").hidden = true;
+  show("file-name", ""); show("error", "");
   byId("replay").hidden = true;
 }
 
@@ -46,6 +50,7 @@ function showPreview(file) {
   show("file-name", file.name);
   byId("choose").textContent = "Choose another image";
 }
+byId("preview").addEventListener("load", ({ target }) => target.classList.toggle("small", target.naturalWidth < 100));
 byId("preview").addEventListener("error", (event) => { event.target.hidden = true; });
 
 // Remove the predictions of an image, whose successor was refused.
@@ -107,17 +112,17 @@ function showClasses(k) {
 }
 
 function showScore(k) {
-  const name = SCORES[state.service.score], threshold = selected().thresholds[k];
+  const threshold = selected().thresholds[k];
   const known = k < explained.shown, score = known ? decision().scores[k] : null;
   if (!Number.isFinite(threshold)) {
-    const all = isLast(k) ? "all remaining images exit" : threshold === "-inf" ? "all images exit here" : "no image exits here";
+    const all = isLast(k) ? "all remaining exit" : threshold === "-inf" ? "all exit here" : "none exit here";
     return html("p", { class: `meter${known && threshold === "-inf" ? " reached" : ""}` },
-      html("span", {}, known ? html("span", {}, `${name} ${score.toFixed(3)}`) : null, html("span", { class: known ? "soft" : "empty" }, all)), track(known ? scorePosition(score) : 0));
+      html("span", {}, html("span", {}, known ? `score ${score.toFixed(3)}` : "score"), html("span", { class: "soft" }, all)), track(known ? scorePosition(score) : 0));
   }
   const [shown, limit] = known ? compared(score, threshold) : ["", String(Number(threshold.toFixed(4)))];
   const position = explained.answer ? scorePosition(threshold) : ["entropy", "variance"].includes(state.service.score) ? undefined : scorePosition(threshold);
   return html("p", { class: `meter${known && score >= threshold ? " reached" : ""}` },
-    html("span", {}, html("span", {}, `${name} ${shown}`), html("span", { class: "threshold" }, `threshold ${limit}`)), track(known ? scorePosition(score) : 0, position));
+    html("span", {}, html("span", {}, `score ${shown}`), html("span", { class: "threshold" }, `threshold ${limit}`)), track(known ? scorePosition(score) : 0, position));
 }
 
 function showExit(k) {
@@ -130,7 +135,7 @@ function showExit(k) {
     html("header", {}, html("h3", {}, `Exit ${k + 1}`), mark ? html("span", { class: "mark" }, mark) : null),
     html("ul", { class: "classes", "aria-label": `Most probable classes at exit ${k + 1}` }, showClasses(k)),
     showScore(k),
-    html("p", { class: "meter cost" }, html("span", {}, html("span", {}, known && status !== "beyond" ? "cost so far" : "cost to here"), html("span", {}, `${amount(cost, state.service.unit)}, ${share(cost)}`)), track(cost / fullCost())));
+    html("p", { class: "meter cost" }, html("span", {}, html("span", {}, `cost ${amount(cost, state.service.unit)}`), html("span", {}, share(cost))), track(cost / fullCost())));
 }
 
 // The lead says where the image is, or what the result is; only the result is announced.

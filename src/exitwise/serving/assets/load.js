@@ -31,7 +31,7 @@ function buildPolicies() {
   byId("policies").replaceChildren(byId("policies-title"),
     html("p", {}, several ? "A policy has a threshold for every exit. The service uses the most expensive policy that the load allows." : "The bundle has one policy, which the service uses at any load. Export it again to get a family of them: then the budget can follow the load.",
       known ? " Accuracies are those on validation samples." : several ? " Their accuracies are not known, as the bundle was exported without labels." : ""),
-    several && known ? [marks, chart] : [], html("details", several && known ? {} : { open: true }, html("summary", {}, "Thresholds of all policies"), table));
+    ...(several && known ? [marks, chart] : []), html("details", several && known ? {} : { open: true }, html("summary", {}, "Thresholds of all policies"), table));
   live.policies = () => {
     chart.repaint();
     rows.replaceChildren(...policies().map((policy, k) => html("tr", { class: k === state.policy ? "selected" : null },
@@ -128,7 +128,7 @@ function loadCards() {
   const milliseconds = (value) => value === null ? "–" : `${value < 10 ? value.toFixed(1) : value.toFixed(0)} ms`;
   const policy = policies()[now.policy];
   return [
-    card("now-requests", "Requests per second", short(now.requests_per_second), now.rejected_per_second ? `${short(now.rejected_per_second)} of them rejected; ${now.queued} images in the queues` : `${now.queued} ${now.queued === 1 ? "image" : "images"} in the queues`),
+    card("now-requests", "Requests / s", short(now.requests_per_second), now.rejected_per_second ? `${short(now.rejected_per_second)} of them rejected; ${now.queued} images in the queues` : `${now.queued} ${now.queued === 1 ? "image" : "images"} in the queues`),
     card("now-latency", "Latency, p99", milliseconds(now.p99_ms), `p50 ${milliseconds(now.p50_ms)}; objective ${short(slo)} ms`),
     card("now-budget", "Budget in use", share(now.budget), `${amount(now.budget, unit)}${policy && accuracy(policy) ? `; expected accuracy ${accuracy(policy)}` : ""}`),
     card("now-exits", "Mean exit", now.exit_shares ? (1 + now.exit_shares.reduce((sum, part, k) => sum + k * part, 0)).toFixed(1) : "–", `of ${state.service.costs.length}; ${now.exit_shares ? `${percent(now.exit_shares[0], 0)} exit at the first` : "no image in the last seconds"}`),

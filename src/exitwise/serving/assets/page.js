@@ -96,6 +96,7 @@ function describeService() {
   byId("title").textContent = model;
   show("summary", `${costs.length} ${costs.length > 1 ? "exits" : "exit"}, ${grouped(classes)} classes, ${policies().length} ${several ? "policies" : "policy"}. Method: ${method}.`);
   Object.assign(byId("budget"), { min: Math.min(...budgets), max: Math.max(...budgets) });
+  byId("budgets").replaceChildren(...budgets.map((value) => html("option", { value })));
   byId("bar").hidden = !several;
   byId("try").hidden = !image;
   show("image-note", image ? "" : `The bundle has no preprocessing for image files, so this page cannot send it an image. Send tensors to /v2/models/${model}/infer.`);
