@@ -128,7 +128,9 @@ async def test_explained_images_share_batches_and_change_no_other_answer(
         answers = [task.json() for task in await asyncio.gather(*requests)]
         explanation = (await explained).json()
         alone = (await client.post("/explain", content=png())).json()
-        assert [policy["exit"] for policy in explanation["policies"]] == [policy["exit"] for policy in alone["policies"]]
+        assert [policy["exit"] for policy in explanation["policies"]] == [
+            policy["exit"] for policy in alone["policies"]
+        ]
         session = Session(bundle, threads=1, policy=service.bundle.family[answers[0]["parameters"]["policy"]].policy)
         probs = np.concatenate([tensor(answer, "probs") for answer in answers])
         exits = np.concatenate([tensor(answer, "exits") for answer in answers])

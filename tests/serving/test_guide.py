@@ -65,7 +65,12 @@ def test_the_python_client(url: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_option_in_the_guide_exists() -> None:
     root: Any = typer.main.get_command(app)
-    options = {name for word in ("serve", "export") for each in root.commands[word].params for name in (*each.opts, *each.secondary_opts)}
+    options = {
+        name
+        for word in ("serve", "export")
+        for each in root.commands[word].params
+        for name in (*each.opts, *each.secondary_opts)
+    }
     mentioned = set(re.findall(r"(?<!\S)`?(--[a-z][a-z-]+)", GUIDE))
     assert mentioned - {"--data-binary"} <= options | {"--help"}
     assert len(mentioned) > 10

@@ -24,6 +24,7 @@ from exitwise.serving.settings import Settings
 
 FILES = ("/classify", "/explain")  # paths that take image files
 
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return family_bundle(tmp_path_factory.mktemp("serving") / "bundle")
@@ -80,7 +81,10 @@ def malformed(count: int) -> list[tuple[str, dict[str, Any]]]:
         lambda: (generator.choice(FILES), {"content": part[: generator.randrange(len(part) - 4)], "headers": boundary}),
         lambda: (generator.choice(FILES), {"content": part, "headers": {"Content-Type": "multipart/form-data"}}),
         lambda: (generator.choice(FILES), {"content": part.replace(b"\r\n", b"\n"), "headers": boundary}),
-        lambda: (generator.choice(FILES), {"content": png(), "headers": {"Content-Type": generator.choice(["text/html", "a/b"])}}),
+        lambda: (
+            generator.choice(FILES),
+            {"content": png(), "headers": {"Content-Type": generator.choice(["text/html", "a/b"])}},
+        ),
         lambda: (
             generator.choice(FILES),
             {"content": png(), "params": {"top": generator.choice(["0", "-1", "x", "\u0663", "9" * 50])}},

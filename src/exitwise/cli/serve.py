@@ -56,8 +56,8 @@ def serve(
 ) -> None:
     """Serve an ONNX bundle over HTTP; under load it computes less for each image instead of failing.
 
-    It speaks the Open Inference Protocol V2, takes image files at /classify, and has a page at /. SIGTERM answers what was accepted and
-    ends with status 0; SIGHUP reloads the bundle. Needs `exitwise[serve]`, but no torch at run time.
+    It speaks the Open Inference Protocol V2, takes image files at /classify, and has a page at /. SIGTERM answers what
+    was accepted and ends with status 0; SIGHUP reloads the bundle. Needs `exitwise[serve]`, but no torch at run time.
     """
     from exitwise.serving.errors import require_serve
 

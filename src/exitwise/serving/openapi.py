@@ -59,6 +59,7 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"image/*": _BINARY}},
         "responses": _responses(_explain_answer(), extra=("422",)),
     }
+    stats = {"summary": "Load and latency of the last two minutes.", "responses": _responses(_stats_answer())}
     path = f"/v2/models/{model}"
     return {
         "openapi": "3.1.0",
@@ -73,9 +74,7 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
             "/classify": {"post": classify},
             "/": {"get": _simple("The page, unless it has a port of its own.")},
             "/explain": {"get": _simple("Exits, policies and limits, for the page."), "post": explain},
-            "/stats": {
-                "get": {"summary": "Load and latency of the last two minutes.", "responses": _responses(_stats_answer())}
-            },
+            "/stats": {"get": stats},
             "/metrics": {"get": _simple("Metrics for Prometheus, unless they have a port of their own.")},
         },
         "components": {
