@@ -8,6 +8,7 @@ const decision = () => explained.answer && explained.answer.policies[state.polic
 
 function buildExits() {
   clearTimeout(explained.timer);
+  explained.sending?.abort();
   Object.assign(explained, { answer: null, shown: 0 });
   byId("exits").replaceChildren(...state.service.costs.map((cost, k) => html("li", { class: "exit", id: `exit-${k}` })));
   byId("key-to-exits").replaceChildren(...[["answer", "answer at this budget"], ["other", "other classes"], ["threshold", "threshold of the policy"]].map(([kind, text]) =>
@@ -67,8 +68,10 @@ function play() {
   explained.shown = moves() ? 0 : state.service.costs.length;
   byId("replay").hidden = !moves();
   const next = () => {
-    explained.shown = explained.shown >= decision().exit + 1 ? state.service.costs.length : explained.shown + 1;
+    const first = explained.shown;
+    explained.shown = first > decision().exit ? state.service.costs.length : first + 1;
     showExits();
+    for (let k = first; k < explained.shown; k++) byId(`exit-${k}`).classList.add("fresh");
     if (explained.shown < state.service.costs.length) explained.timer = setTimeout(next, PAUSE);
   };
   showExits();

@@ -1,7 +1,7 @@
 // Policies of the bundle, and the load of the service: numbers and charts that are asked for every second.
 
 const POLL = 1000, RETRY = 3000; // milliseconds
-const live = { charts: [] };
+const live = { charts: [], turn: 0 }; // `turn` numbers the polls, so that only the last one goes on
 
 function buildPolicies() {
   const { unit } = state.service, [size, unitName] = scaleOf(unit, fullCost());
@@ -157,16 +157,19 @@ function buildLoad() {
 
 async function poll() {
   if (document.hidden) return; // asked again when the page is shown
+  const turn = ++live.turn;
   let wait = POLL;
   try {
-    const former = inUse();
-    state.stats = await ask("stats");
+    const former = inUse(), stats = await ask("stats");
+    if (turn !== live.turn) return;
+    state.stats = stats;
     show("problem", "");
     if (state.stats.reloads !== state.service.reloads) { connect(); return; } // another bundle
     if (former !== inUse() && byId("follow").checked) select(inUse());
     else if (former !== inUse()) update();
     live.load();
   } catch (error) {
+    if (turn !== live.turn) return;
     if (error.status === 401) { askForKey(); return; }
     show("problem", `${error.message} Trying again.`);
     wait = RETRY;
@@ -174,7 +177,7 @@ async function poll() {
   live.timer = setTimeout(poll, wait);
 }
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden || !state.service || !byId("key-form").hidden) return;
+  if (document.hidden || !live.load || !byId("key-form").hidden) return;
   clearTimeout(live.timer);
   poll();
 });

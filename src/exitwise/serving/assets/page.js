@@ -1,6 +1,6 @@
 // The page of a service: what it asks the service for, the budget that is selected, and the start.
 
-const state = { key: "", service: null, stats: null, policy: 0, lost: false };
+const state = { key: "", service: null, stats: null, policy: 0 };
 const followers = []; // called whenever the policy that is selected, or the one in use, changes
 const policies = () => state.service.policies;
 const selected = () => policies()[state.policy];
