@@ -89,6 +89,8 @@ function scorePosition(value) {
   return Math.max(0, Math.min(1, (value - low) / (high - low || 1)));
 }
 
+const precise = (value) => (value && Math.abs(value) < 0.001 ? value.toPrecision(3) : value.toFixed(3));
+
 // Two numbers with as many digits as show which is larger.
 function compared(a, b) {
   for (let digits = 3; digits < 9; digits++) {
@@ -120,7 +122,7 @@ function showScore(k) {
   if (!Number.isFinite(threshold)) {
     const all = isLast(k) ? "all remaining exit" : threshold === "-inf" ? "all exit here" : "none exit here";
     return html("p", { class: `meter${known && threshold === "-inf" ? " reached" : ""}` },
-      html("span", {}, html("span", {}, known ? `score ${score.toFixed(3)}` : "score"), html("span", { class: "soft" }, all)), track(known ? scorePosition(score) : 0));
+      html("span", {}, html("span", {}, known ? `score ${precise(score)}` : "score"), html("span", { class: "soft" }, all)), track(known ? scorePosition(score) : 0));
   }
   const [shown, limit] = known ? compared(score, threshold) : ["", String(Number(threshold.toFixed(4)))];
   const position = explained.answer ? scorePosition(threshold) : ["entropy", "variance"].includes(state.service.score) ? undefined : scorePosition(threshold);
@@ -145,16 +147,17 @@ function showExit(k) {
 function describeExit() {
   const { costs, unit, score } = state.service, lead = byId("lead");
   if (!explained.answer) { lead.textContent = "Every exit predicts the class. The image stops at the first exit that is certain enough for the budget, and the exits after it are not computed."; return; }
-  const { exit, scores, thresholds } = decision(), done = explained.shown >= costs.length;
+  const { exit, scores } = decision(), done = explained.shown >= costs.length;
   const at = done ? exit : Math.max(0, explained.shown - 1), { top } = explained.answer.exits[at];
   const best = [html("strong", {}, html("bdi", {}, labelOf(top[0]))), `, ${percent(top[0].probability)}`];
   if (!explained.shown) lead.replaceChildren("Running exit 1.");
-  else if (!done) lead.replaceChildren(`Exit ${at + 1} predicts `, ...best, at < exit ? `. Its ${SCORES[score]} of ${scores[at].toFixed(3)} is below the threshold, so the image continues.` : ".");
+  else if (!done) lead.replaceChildren(`Exit ${at + 1} predicts `, ...best, at < exit ? `. Its ${SCORES[score]} of ${precise(scores[at])} is below the threshold, so the image continues.` : ".");
   else {
     const answers = explained.answer.exits.map(({ top: [first] }) => first.class), last = answers.at(-1);
-    const later = exit === costs.length - 1 ? "" : answers.slice(exit).every((each) => each === last) ? " The later exits predict the same." : ` The last exit predicts ${labelOf(explained.answer.exits.at(-1).top[0])}.`;
+    const later = exit === costs.length - 1 ? [] : answers.slice(exit).every((each) => each === last) ? [" The later exits predict the same."]
+      : [" The last exit predicts ", html("bdi", {}, labelOf(explained.answer.exits.at(-1).top[0])), "."];
     lead.replaceChildren(`At a budget of ${amount(selected().budget, unit)}, the image exits at `, html("strong", { class: "ours" }, `exit ${exit + 1} of ${costs.length}`), " with ", ...best,
-      `. It costs ${amount(costs[exit], unit)}, `, html("strong", { class: "ours" }, `${share(costs[exit])} of the full cost`), ".", later);
+      `. It costs ${amount(costs[exit], unit)}, `, html("strong", { class: "ours" }, `${share(costs[exit])} of the full cost`), ".", ...later);
     clearTimeout(explained.announcing);
     explained.announcing = setTimeout(() => { byId("announce").textContent = lead.textContent; }, 400);
   }
