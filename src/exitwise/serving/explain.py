@@ -67,11 +67,9 @@ def find_exit(policy: Policy, predictions: Sequence[ExitPrediction]) -> int:
 def _score(policy: Policy, predictions: Sequence[ExitPrediction]) -> list[float]:
     """Return the scores (K,) of one image."""
     variances = [pred.variance for pred in predictions if pred.variance is not None]
-    shape = (len(predictions), *predictions[0].probs.shape)
-    variance = np.stack(variances) if len(variances) == len(predictions) else None
     preds = Predictions(
-        (shape[0], shape[1], shape[2]),
+        (len(predictions), 1, predictions[0].probs.shape[1]),
         lambda: iter(predictions),
-        None if variance is None else lambda _: variance,
+        (lambda _: np.stack(variances)) if variances else None,
     )
     return [round(float(score), 9) for score in policy.scores(preds)[:, 0]]

@@ -239,7 +239,9 @@ class Scheduler(Generic[State]):
         state, samples, oldest = batch
         index = self.load.update(now, self._pending)
         numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
-        policies, rules, recorded = [], self._policies, []
+        policies: list[int] = []
+        recorded: list[int] = []
+        rules = self._policies
         for number in numbers.tolist():
             ticket = self._tickets[number]
             if ticket.policy < 0:
