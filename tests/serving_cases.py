@@ -135,7 +135,7 @@ def started(bundle: Path, *options: str) -> Iterator[Server]:
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     server = Server(process)
     try:
-        names = ["", "metrics "] if "--metrics-port" in options else [""]
+        names = ["", *(f"{name} " for name in ("metrics", "page") if f"--{name}-port" in options)]
         server.urls = [server.wait_for(f"serving {name}on (http\\S+)")[1] for name in names]
         yield server
     finally:

@@ -81,7 +81,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert names == {"exitwise", f"exitwise-{ew.__version__}.dist-info"}
     files = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("net.safetensors") for name in files)
-    assert "exitwise/report/assets/page.js" in files
+    assert {f"exitwise/{name}/assets/page.js" for name in ("report", "serving")} <= set(files)
+    assert "exitwise/core/assets/base.css" in files
 
 
 def test_nothing_that_it_asks_for_is_missing_or_in_conflict(base: Path) -> None:

@@ -34,7 +34,7 @@ def test_curl_lines(url: str, tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text(json.dumps(infer_body(some_images(2))))
     blocks = [part.split("\n\n")[0] for part in GUIDE.split("<!-- serve -->\n")[1:]]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
-    assert [line.split()[0] for line in lines] == ["curl"] * 5
+    assert [line.split()[0] for line in lines] == ["curl"] * 7
     answers = []
     for line in lines:
         command = line.replace("localhost:8000", url.removeprefix("http://"))
@@ -47,6 +47,8 @@ def test_curl_lines(url: str, tmp_path: Path) -> None:
     assert answers[2] == {"ready": True}
     assert answers[3]["name"] == "model"
     assert [each["name"] for each in answers[4]["outputs"]] == ["probs", "predicted", "exits", "costs"]
+    assert [len(each["top"]) for each in answers[5]["exits"]] == [3, 3, 3]
+    assert answers[6]["now"]["requests_per_second"] > 0
 
 
 @pytest.mark.slow
@@ -63,7 +65,12 @@ def test_the_python_client(url: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_option_in_the_guide_exists() -> None:
     root: Any = typer.main.get_command(app)
-    options = {name for word in ("serve", "export") for each in root.commands[word].params for name in each.opts}
+    options = {
+        name
+        for word in ("serve", "export")
+        for each in root.commands[word].params
+        for name in (*each.opts, *each.secondary_opts)
+    }
     mentioned = set(re.findall(r"(?<!\S)`?(--[a-z][a-z-]+)", GUIDE))
     assert mentioned - {"--data-binary"} <= options | {"--help"}
     assert len(mentioned) > 10

@@ -22,6 +22,8 @@ from serving_cases import (
 from exitwise.runtime.onnx import Session
 from exitwise.serving.settings import Settings
 
+FILES = ("/classify", "/explain")  # paths that take image files
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,14 +76,17 @@ def malformed(count: int) -> list[tuple[str, dict[str, Any]]]:
                 },
             },
         ),
-        lambda: ("/classify", {"content": generator.randbytes(generator.randrange(300))}),
-        lambda: ("/classify", {"content": png()[: generator.randrange(60)]}),
-        lambda: ("/classify", {"content": part[: generator.randrange(len(part) - 4)], "headers": boundary}),
-        lambda: ("/classify", {"content": part, "headers": {"Content-Type": "multipart/form-data"}}),
-        lambda: ("/classify", {"content": part.replace(b"\r\n", b"\n"), "headers": boundary}),
-        lambda: ("/classify", {"content": png(), "headers": {"Content-Type": generator.choice(["text/html", "a/b"])}}),
+        lambda: (generator.choice(FILES), {"content": generator.randbytes(generator.randrange(300))}),
+        lambda: (generator.choice(FILES), {"content": png()[: generator.randrange(60)]}),
+        lambda: (generator.choice(FILES), {"content": part[: generator.randrange(len(part) - 4)], "headers": boundary}),
+        lambda: (generator.choice(FILES), {"content": part, "headers": {"Content-Type": "multipart/form-data"}}),
+        lambda: (generator.choice(FILES), {"content": part.replace(b"\r\n", b"\n"), "headers": boundary}),
         lambda: (
-            "/classify",
+            generator.choice(FILES),
+            {"content": png(), "headers": {"Content-Type": generator.choice(["text/html", "a/b"])}},
+        ),
+        lambda: (
+            generator.choice(FILES),
             {"content": png(), "params": {"top": generator.choice(["0", "-1", "x", "\u0663", "9" * 50])}},
         ),
         lambda: (
@@ -105,7 +110,7 @@ async def test_malformed_requests_are_refused_and_harm_nothing(bundle: Path) -> 
             assert 400 <= done.status_code < 500, (number, path, request, done.text)
             assert set(done.json()) == {"error"}, (number, done.text)
             assert str(bundle) not in done.text
-        for method, path in (("GET", INFER), ("DELETE", "/v2"), ("POST", "/v2"), ("GET", "/nothing"), ("GET", "/")):
+        for method, path in (("GET", INFER), ("DELETE", "/v2"), ("POST", "/v2"), ("GET", "/nothing"), ("POST", "/")):
             done = await client.request(method, path)
             assert done.status_code in (404, 405)
             assert set(done.json()) == {"error"}

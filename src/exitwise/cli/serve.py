@@ -39,6 +39,11 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of /metrics.", show_default="that of the service", min=0, max=65535)
     ] = None,
+    page: Annotated[bool, typer.Option(help="Serve the page at /, and /explain and /stats, which it needs.")] = True,
+    page_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the page and what it needs.", show_default="that of the service", min=0, max=65535),
+    ] = None,
     strategy: Annotated[Strategy, typer.Option(help="Stage that a free thread runs next.")] = _DEFAULTS.strategy,
     max_batch: Annotated[int, typer.Option(help="Samples per batch.", min=1)] = _DEFAULTS.max_batch,
     max_queue: Annotated[int, typer.Option(help="Images that may wait.", min=1)] = _DEFAULTS.max_queue,
@@ -51,8 +56,8 @@ def serve(
 ) -> None:
     """Serve an ONNX bundle over HTTP; under load it computes less for each image instead of failing.
 
-    It speaks the Open Inference Protocol V2 and takes image files at /classify. SIGTERM answers what was accepted and
-    ends with status 0; SIGHUP reloads the bundle. Needs `exitwise[serve]`, but no torch at run time.
+    It speaks the Open Inference Protocol V2, takes image files at /classify, and has a page at /. SIGTERM answers what
+    was accepted and ends with status 0; SIGHUP reloads the bundle. Needs `exitwise[serve]`, but no torch at run time.
     """
     from exitwise.serving.errors import require_serve
 
@@ -76,7 +81,7 @@ def serve(
         body_timeout=parse_duration("body_timeout", body_timeout),
         cors=tuple(cors or ()),
     )
-    address = Address(host, port, metrics_port, tls_cert, tls_key, max_connections)
+    address = Address(host, port, metrics_port, page, page_port, tls_cert, tls_key, max_connections)
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
     log_to_stderr()
     run(bundle, settings, address, keys)

@@ -1,12 +1,11 @@
 """The page: one file with data, scripts, styles and images inside; it needs neither a network nor a server."""
 
 import json
-import re
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 from exitwise.core.files import atomic_write
+from exitwise.core.pages import fill_template, read_asset, read_shared_script, read_shared_style
 from exitwise.report.build import Report
 
 LIVE_SECONDS = 5
@@ -20,20 +19,15 @@ def render_page(report: Report) -> str:
     parts = {
         "title": escape(f"{report.data['net']['run']} · exitwise").encode(errors="replace").decode(),
         "refresh": refresh,
-        "style": _read_asset("page.css"),
+        "style": read_shared_style() + read_asset("exitwise.report", "page.css"),
         "data": data,
-        "script": "\n".join(_read_asset(name) for name in ("chart.js", "page.js")),
+        "script": f"{read_shared_script()}\n{read_asset('exitwise.report', 'page.js')}",
         "images": images,
     }
-    # One pass: inserted text may itself contain "{{...}}" and must not be expanded.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read_asset("page.html"))
+    return fill_template(read_asset("exitwise.report", "page.html"), parts)
 
 
 def write_page(report: Report, path: Path) -> None:
     """Write the page atomically."""
     with atomic_write(path) as temporary:
         temporary.write_text(render_page(report), encoding="utf-8")
-
-
-def _read_asset(name: str) -> str:
-    return (files("exitwise.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,8 +1,6 @@
 """The ASGI application: Open Inference Protocol V2, image files at /classify, metrics, and the OpenAPI document."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.version import __version__
 from exitwise.serving import protocol
 from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
+from exitwise.serving.exchange import json_response as _json
+from exitwise.serving.exchange import note as _note
+from exitwise.serving.exchange import parse_top, read_body
+from exitwise.serving.explain import rank_classes
 from exitwise.serving.images import Upload, decode_uploads, split_upload
 from exitwise.serving.middleware import AccessLog, RequireApiKey
 from exitwise.serving.openapi import describe_api
+from exitwise.serving.page import PageEndpoints
 from exitwise.serving.queues import DeadlineError, ServedRows
 from exitwise.serving.scheduler import ClosedError, OverloadedError
 from exitwise.serving.security import ApiKeys
 from exitwise.serving.service import LoadedBundle, Service, output_tensors
 from exitwise.serving.settings import Settings
-
-_DEFAULT_TOP = 5  # classes that /classify lists for each image
 
 
 def app(
@@ -39,6 +39,7 @@ def app(
     *,
     api_keys: ApiKeys | None = None,
     metrics: bool = True,
+    page: bool = True,
 ) -> Starlette:
     """Return an ASGI application that serves a bundle; it runs the bundle between lifespan startup and shutdown.
 
@@ -47,6 +48,7 @@ def app(
         settings: Limits and objectives; see `Settings`.
         api_keys: Keys that clients must have.
         metrics: Whether /metrics is part of it.
+        page: Whether the page at / is part of it, with /explain and /stats, which it needs.
 
     Returns:
         The application, with the service as `app.state.service`.
@@ -86,18 +88,22 @@ def app(
         middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
     endpoints = _Endpoints(service)
     application = Starlette(
-        routes=endpoints.routes(metrics),
+        routes=[*endpoints.routes(metrics), *(PageEndpoints(service).routes() if page else ())],
         middleware=middleware,
-        exception_handlers={
-            InputError: endpoints.refuse,
-            HTTPException: endpoints.refuse,
-            ClientDisconnect: _pass_disconnect,
-            Exception: _fail,
-        },
+        exception_handlers=_exception_handlers(endpoints),
         lifespan=lifespan,
     )
     application.state.service = service
     return application
+
+
+def page_app(service: Service, api_keys: ApiKeys | None = None) -> Starlette:
+    """Return an application that serves only the page of a service and what it needs, for a port of their own."""
+    middleware = [Middleware(AccessLog, metrics=service.metrics)]
+    if api_keys is not None:
+        middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
+    handlers = _exception_handlers(_Endpoints(service))
+    return Starlette(routes=PageEndpoints(service).routes(), middleware=middleware, exception_handlers=handlers)
 
 
 def metrics_app(service: Service) -> Starlette:
@@ -106,9 +112,13 @@ def metrics_app(service: Service) -> Starlette:
     return Starlette(routes=[Route("/metrics", endpoints.metrics)], exception_handlers={HTTPException: _refuse_http})
 
 
-def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response of ASCII JSON: escapes keep every string valid, also lone surrogates."""
-    return Response(json.dumps(data, allow_nan=False), status, headers, "application/json")
+def _exception_handlers(endpoints: "_Endpoints") -> dict[Any, Any]:
+    return {
+        InputError: endpoints.refuse,
+        HTTPException: endpoints.refuse,
+        ClientDisconnect: _pass_disconnect,
+        Exception: _fail,
+    }
 
 
 async def _fail(_: Request, __: Exception) -> Response:
@@ -200,7 +210,7 @@ class _Endpoints:
         self._check_model(request)
         _note(request, endpoint="infer")
         service = self._service
-        body = await self._read_body(request)
+        body = await read_body(request, self._settings)
         header_length = request.headers.get(protocol.HEADER_LENGTH)
         parsed = await service.run_in_thread(
             lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)
@@ -227,8 +237,8 @@ class _Endpoints:
         """Answer image files: one as the raw body, or several as multipart/form-data."""
         _note(request, endpoint="classify")
         service = self._service
-        top = _parse_top(request.query_params.get("top"))
-        body = await self._read_body(request)
+        top = parse_top(request.query_params.get("top"))
+        body = await read_body(request, self._settings)
         uploads = split_upload(request.headers.get("content-type"), body, self._settings.max_images)
         with service.use_bundle() as bundle:
             options = service.parse_options(bundle, request.query_params)
@@ -246,27 +256,6 @@ class _Endpoints:
             self._note_rows(request, bundle, rows)
             results = _list_results(bundle, uploads, decoded, rows, top)
             return _json({"results": results, **bundle.describe_policy(rows.policy)})
-
-    async def _read_body(self, request: Request) -> bytes:
-        """Return the body; raise RequestError if it is too large, too slow or compressed."""
-        limit = self._settings.max_body
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise RequestError(415, "`Content-Encoding` must be identity: compressed bodies are not accepted")
-        length = request.headers.get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or int(length[:20]) > limit:
-            raise RequestError(413, f"a body may have at most {limit} bytes")
-        chunks, size = [], 0
-        try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        raise RequestError(413, f"a body may have at most {limit} bytes")
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise RequestError(408, f"the body did not arrive within {self._settings.body_timeout:g} s") from None
-        return b"".join(chunks)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer an error that the client or the load caused."""
@@ -292,21 +281,6 @@ class _Endpoints:
         _note(request, images=len(rows.exits), policy=rows.policy, budget=bundle.family[rows.policy].budget)
 
 
-def _note(request: Request, **entries: Any) -> None:
-    """Add entries to the line of the access log."""
-    log = request.scope.get("state", {}).get("log")
-    if log is not None:
-        log.update(entries)
-
-
-def _parse_top(text: str | None) -> int:
-    if text is None:
-        return _DEFAULT_TOP
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:10]) <= 1000:
-        raise InputError(f"`top` must be a whole number from 1 to 1000, but is {shorten(text)}")
-    return check_integer("top", int(text), 1, 1000)
-
-
 def _list_results(
     bundle: LoadedBundle, uploads: list[Upload], decoded: list[Any], rows: ServedRows, top: int
 ) -> list[dict[str, Any]]:
@@ -319,15 +293,7 @@ def _list_results(
         if error is not None:
             results.append({**entry, "error": error})
         else:
-            probs, exit = rows.probs[row], int(rows.exits[row])
-            ranked = [
-                {
-                    "class": int(k),
-                    "label": None if classes is None else classes[k],
-                    "probability": round(float(probs[k]), 6),
-                }
-                for k in np.argsort(-probs, kind="stable")[:top]
-            ]
+            exit, ranked = int(rows.exits[row]), rank_classes(rows.probs[row], classes, top)
             results.append({**entry, **ranked[0], "exit": exit, "cost": costs[exit], "top": ranked})
         row += not isinstance(image, InputError)
     return results

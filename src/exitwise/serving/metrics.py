@@ -5,15 +5,20 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from exitwise.policies.family import FamilyMember
+from exitwise.serving.recent import RecentLoad
 from exitwise.serving.scheduler import BatchRecord
 
 _LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CLASSIFYING = ("classify", "infer")  # endpoints whose requests the recent load counts
+_REJECTED = (503, 504)
 REASONS = ("overload", "shutdown", "deadline", "disconnected", "unauthorized", "too_large", "invalid")
 
 
 class Metrics:
     """Counters, gauges and histograms; event loop and compute threads may call it.
+
+    `recent` has those of the last minutes for the page: requests that classify, but not those that explain.
 
     Example:
         >>> from exitwise.serving.metrics import Metrics
@@ -24,6 +29,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        self.recent = RecentLoad()
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter("exitwise_requests", "Requests.", ["endpoint", "status"], registry=registry)
@@ -55,6 +61,10 @@ class Metrics:
         """Count an answered request."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
+        if endpoint in _CLASSIFYING and status == 200:
+            self.recent.add_answer(seconds)
+        elif endpoint in _CLASSIFYING and status in _REJECTED:
+            self.recent.add_rejected()
 
     def reject(self, reason: str) -> None:
         """Count a request without an answer."""
@@ -74,11 +84,13 @@ class Metrics:
         if len(batch.exited):
             self._images.inc(len(batch.exited))
             self._exits.labels(stage).inc(len(batch.exited))
+            self.recent.add_exits(batch.stage, len(batch.exited))
             self._confidence.inc(float(batch.exited.max(axis=1).sum()))
 
     def set_state(self, queue_lengths: list[int], index: int, member: FamilyMember) -> None:
         """Record queue lengths and the policy in use."""
         self._queues.lengths = queue_lengths
+        self.recent.set_policy(index)
         self._policy.set(index)
         self._budget.set(member.budget)
 

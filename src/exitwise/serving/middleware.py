@@ -19,7 +19,8 @@ _MAX_PATH = 200  # characters of a path in the log
 class AccessLog:
     """Log one line of JSON per request, and count it.
 
-    Handlers put more entries into `scope["state"]["log"]`, and the name of the endpoint under "endpoint".
+    Handlers put more entries into `scope["state"]["log"]`, and the name of the endpoint under "endpoint". A true entry
+    "quiet" leaves out the line of a successful request.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -47,6 +48,7 @@ class AccessLog:
         finally:
             seconds = time.perf_counter() - start
             self._metrics.count_request(entries.pop("endpoint", "other"), status, seconds)
+            quiet = entries.pop("quiet", False) and status == 200
             client = scope.get("client")
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -57,7 +59,8 @@ class AccessLog:
                 "ms": round(1e3 * seconds, 3),
                 **entries,
             }
-            _access.info("%s", json.dumps(line))
+            if not quiet:
+                _access.info("%s", json.dumps(line))
 
 
 class RequireApiKey:

@@ -53,6 +53,13 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
         },
         "responses": _responses(_classify_answer()),
     }
+    explain = {
+        "summary": "Run an image file through all exits, and tell where every policy exits; one at a time.",
+        "parameters": [_query("top", "Number of classes to list at each exit.", "integer")],
+        "requestBody": {"required": True, "content": {"image/*": _BINARY}},
+        "responses": _responses(_explain_answer(), extra=("422",)),
+    }
+    stats = {"summary": "Load and latency of the last two minutes.", "responses": _responses(_stats_answer())}
     path = f"/v2/models/{model}"
     return {
         "openapi": "3.1.0",
@@ -65,6 +72,9 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
             f"{path}/ready": {"get": _simple("Whether the model accepts requests.")},
             f"{path}/infer": {"post": infer},
             "/classify": {"post": classify},
+            "/": {"get": _simple("The page, unless it has a port of its own.")},
+            "/explain": {"get": _simple("Exits, policies and limits, for the page."), "post": explain},
+            "/stats": {"get": stats},
             "/metrics": {"get": _simple("Metrics for Prometheus, unless they have a port of their own.")},
         },
         "components": {
@@ -146,3 +156,48 @@ def _classify_answer() -> dict[str, Any]:
             "expected_accuracy": {"type": "number"},
         },
     }
+
+
+def _array(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _explain_answer() -> dict[str, Any]:
+    number, integer = {"type": "number"}, {"type": "integer"}
+    entry = {"class": integer, "label": {"type": ["string", "null"]}, "probability": number}
+    top = _array({"type": "object", "properties": entry})
+    exit = {"type": "object", "properties": {"exit": integer, "cost": number, "top": top}}
+    policy = {
+        "policy": integer,
+        "budget": number,
+        "unit": {"type": "string"},
+        "expected_accuracy": number,
+        "cost": number,
+        "scores": _array(number),
+        "thresholds": _array({"type": ["number", "string"], "description": 'A number, "inf" or "-inf".'}),
+        "exit": integer,
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "exits": _array(exit),
+            "score": {"type": "string"},
+            "policies": _array({"type": "object", "properties": policy}),
+            "policy": integer,
+            "unit": {"type": "string"},
+        },
+    }
+
+
+def _stats_answer() -> dict[str, Any]:
+    counts, latencies = _array({"type": "integer"}), _array({"type": ["number", "null"]})
+    series = {
+        "requests": counts,
+        "rejected": counts,
+        "p50_ms": latencies,
+        "p99_ms": latencies,
+        "policy": _array({"type": ["integer", "null"]}),
+        "exits": _array(counts),
+    }
+    described = {**series, "now": {"type": "object"}, "reloads": {"type": "integer"}}
+    return {"type": "object", "description": "Series have a value per second.", "properties": described}

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
 from exitwise.policies.policy import Policy
 from exitwise.policies.scores import ScoreState
-from exitwise.runtime.engine import ActiveSamples, Backend
+from exitwise.runtime.engine import ActiveSamples, Backend, ExitedSamples, ExitRule
 
 State = TypeVar("State")
 
@@ -41,6 +42,28 @@ class DeadlineError(InputError):
     """A request that could not be answered before its deadline, and was not computed any further."""
 
 
+class Recorder:
+    """Exit rule of a single image that runs to the last exit, and keeps the predictions of all exits.
+
+    Args:
+        policy: Any policy of the family; only its score is used, whose state other samples of the batch may need.
+
+    Attributes:
+        predictions: The predictions (1, c) by exit, complete when the request is answered.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        never = (inf,) * (len(policy.thresholds) - 1)
+        self._policy = replace(policy, thresholds=(*never, -inf))
+        self.predictions: dict[int, ExitPrediction] = {}
+
+    def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
+        """Keep the prediction; return False (1,) except at the last exit, and the score state (1, m)."""
+        variance = None if pred.variance is None else pred.variance.copy()
+        self.predictions[exit] = ExitPrediction(pred.probs.copy(), variance=variance)
+        return self._policy.exit_mask(exit, pred, state)
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request in the scheduler: its future, its answers so far, its deadline, and the policy of its samples."""
@@ -50,6 +73,7 @@ class Ticket:
     arrived: float
     deadline: float
     max_policy: int | None  # index that the request asked for at most
+    recorder: Recorder | None = None  # decides in place of the policy if the request asked for all exits
     policy: int = -1  # index that it got when its first sample was started
     remaining: int = 0
     future: "Future[ServedRows]" = field(default_factory=Future)
@@ -97,14 +121,26 @@ def split_ids(ids: Array) -> tuple[Array, Array]:
 
 
 class MixedPolicies:
-    """Exit rule of a batch whose samples have different policies of one family."""
+    """Exit rule of a batch whose samples have different rules on the score of one family.
 
-    def __init__(self, policies: Sequence[Policy], which: Array) -> None:
-        self._policies, self._which = policies, which
+    Args:
+        policies: Policies, and recorders of single samples.
+        which: Index (n,) of the rule of each sample.
+        recorded: Ids of the samples with recorders.
+    """
+
+    def __init__(self, policies: Sequence[ExitRule], which: Array, recorded: Sequence[int] = ()) -> None:
+        self._policies, self._which, self._recorded = policies, which, recorded
 
     def take(self, rows: Array) -> "MixedPolicies":
         """Return the rule of some samples, by their positions."""
         return MixedPolicies(self._policies, self._which[rows])
+
+    def counted(self, exited: ExitedSamples) -> Array:
+        """Return the mask (n,) of the samples for metrics: finite, and not recorded, as these exit nowhere else."""
+        if not self._recorded:
+            return ~exited.non_finite
+        return ~exited.non_finite & ~np.isin(exited.ids, self._recorded)
 
     def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the exit mask (n,) and the score state (n, m): of every sample as its own policy gives it."""

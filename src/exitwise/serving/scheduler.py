@@ -20,9 +20,9 @@ from exitwise.core.checks import check_choice, check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.policies.family import PolicyFamily
-from exitwise.runtime.engine import ActiveSamples, Backend, ExitedSamples, run_exit
+from exitwise.runtime.engine import ActiveSamples, Backend, ExitedSamples, ExitRule, run_exit
 from exitwise.serving.load import LoadController
-from exitwise.serving.queues import MAX_ROWS, DeadlineError, MixedPolicies, StageQueue, Ticket, split_ids
+from exitwise.serving.queues import MAX_ROWS, DeadlineError, MixedPolicies, Recorder, StageQueue, Ticket, split_ids
 from exitwise.serving.strategies import STRATEGIES, QueueView
 
 State = TypeVar("State")
@@ -90,7 +90,7 @@ class Scheduler(Generic[State]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend, self.family, self.load = backend, family, load
-        self._policies = [member.policy for member in family]
+        self._policies: list[ExitRule] = [member.policy for member in family]
         self._costs = np.diff(np.asarray(backend.costs), prepend=0.0)
         self._max_batch = check_integer("max_batch", max_batch, 1)
         self._max_queue = check_integer("max_queue", max_queue, 1)
@@ -148,13 +148,26 @@ class Scheduler(Generic[State]):
                     wait - limit,
                 )
 
-    def submit(self, state: State, timeout: float = inf, max_policy: int | None = None) -> Ticket:
+    def policy_in_use(self) -> int:
+        """Return the index of the policy that a request would get now, also after a pause without requests."""
+        with self._condition:
+            self.load.add_arrivals(self._clock(), 0)
+            return self.load.index
+
+    def submit(
+        self,
+        state: State,
+        timeout: float = inf,
+        max_policy: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> Ticket:
         """Queue the samples of a request.
 
         Args:
             state: Stage state of its images, from `backend.start`.
             timeout: Seconds until the deadline.
             max_policy: Index of the most expensive policy that it may get.
+            recorder: Rule of a request of one image that runs to the last exit; the policy is chosen, but not used.
 
         Returns:
             The ticket, whose future gets the `ServedRows`. To cancel the future drops the samples that wait.
@@ -169,7 +182,7 @@ class Scheduler(Generic[State]):
             self.check_capacity(size, timeout)
             now = self._clock()
             self._next_number += 1
-            ticket = Ticket(self._next_number, size, now, now + timeout, max_policy, remaining=size)
+            ticket = Ticket(self._next_number, size, now, now + timeout, max_policy, recorder, remaining=size)
             self._tickets[ticket.number] = ticket
             self._pending += size
             self.load.add_arrivals(now, size)
@@ -226,13 +239,20 @@ class Scheduler(Generic[State]):
         state, samples, oldest = batch
         index = self.load.update(now, self._pending)
         numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
-        policies = []
+        policies: list[int] = []
+        recorded: list[int] = []
+        rules = self._policies
         for number in numbers.tolist():
             ticket = self._tickets[number]
             if ticket.policy < 0:
                 ticket.policy = index if ticket.max_policy is None else min(index, ticket.max_policy)
-            policies.append(ticket.policy)
-        return state, samples, oldest, MixedPolicies(self._policies, np.asarray(policies)[which])
+            if ticket.recorder is None:
+                policies.append(ticket.policy)
+            else:
+                policies.append(len(rules))
+                rules = [*rules, ticket.recorder]
+                recorded += ticket.ids().tolist()
+        return state, samples, oldest, MixedPolicies(rules, np.asarray(policies)[which], recorded)
 
     def _run(self, stage: int, state: State, samples: ActiveSamples, oldest: float, rule: MixedPolicies) -> None:
         """Run a batch and distribute its answers; if it fails, run its samples one by one."""
@@ -246,7 +266,7 @@ class Scheduler(Generic[State]):
         seconds = self._clock() - start
         self._distribute(stage, results, errors, oldest, len(samples), seconds)
         if self._on_batch is not None:
-            probs = [exited.probs[~exited.non_finite] for _, _, exited in results]
+            probs = [exited.probs[rule.counted(exited)] for _, _, exited in results]
             exited_probs = np.concatenate(probs) if probs else np.zeros((0, self.backend.num_classes), np.float32)
             non_finite = sum(int(exited.non_finite.sum()) for _, _, exited in results)
             self._on_batch(BatchRecord(stage, len(samples), seconds, exited_probs, len(errors) + non_finite))

@@ -9,7 +9,8 @@ from pathlib import Path
 from exitwise.core.errors import InputError
 
 _MIN_LENGTH = 16  # characters of a key
-OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes have no key
+# Probes have no key. Nor has the browser that opens the page, which holds no data; it asks for the key itself.
+OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/")
 
 
 class ApiKeys:

@@ -16,7 +16,7 @@ import uvicorn
 
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError, first_line
-from exitwise.serving.application import app, metrics_app
+from exitwise.serving.application import app, metrics_app, page_app
 from exitwise.serving.connections import limit_connections
 from exitwise.serving.security import ApiKeys, describe_exposure
 from exitwise.serving.service import Service
@@ -34,6 +34,8 @@ class Address:
         host: Name or address.
         port: Port; 0 lets the system choose one.
         metrics_port: Port of /metrics, which then is not on the other one.
+        page: Whether there is a page at /.
+        page_port: Port of the page and what it needs, which then are not on the other one.
         tls_cert: File with the certificate chain, PEM.
         tls_key: File with its private key, PEM.
         max_connections: Largest number of open connections.
@@ -43,6 +45,8 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int | None = None
+    page: bool = True
+    page_port: int | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_connections: int = 1000
@@ -50,8 +54,11 @@ class Address:
 
     def __post_init__(self) -> None:
         check_integer("port", self.port, 0, 65535)
-        if self.metrics_port is not None:
-            check_integer("metrics_port", self.metrics_port, 0, 65535)
+        for name in ("metrics_port", "page_port"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, 65535)
+        if self.page_port is not None and not self.page:
+            raise InputError("`page_port` and `no_page` exclude each other")
         check_integer("max_connections", self.max_connections, 1, 1 << 20)
         check_number("header_timeout", self.header_timeout, 1e-3, 3600)
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -78,13 +85,15 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     Raises:
         InputError: If the bundle, the settings or the address are not usable.
     """
-    application = app(bundle, settings, api_keys=api_keys, metrics=address.metrics_port is None)
+    has_page = address.page and address.page_port is None
+    application = app(bundle, settings, api_keys=api_keys, metrics=address.metrics_port is None, page=has_page)
     service: Service = application.state.service
     if warning := describe_exposure(address.host, api_keys is not None, address.tls_cert is not None):
         print(f"exitwise: warning: {warning}", file=sys.stderr)
-    listeners = [_listen(address.host, address.port)]
-    if address.metrics_port is not None:
-        listeners.append(_listen(address.host, address.metrics_port))
+    others = [("metrics ", address.metrics_port, metrics_app(service))]
+    others += [("page ", address.page_port, page_app(service, api_keys))]
+    extra = [(name, port, other) for name, port, other in others if port is not None]
+    listeners = [_listen(address.host, port) for port in (address.port, *(port for _, port, _ in extra))]
     limits: dict[str, Any] = {
         "http": limit_connections(address.max_connections, address.header_timeout, settings.timeout),
         "ws": "none",
@@ -101,14 +110,14 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     if address.tls_cert is not None:
         tls = {"ssl_certfile": str(address.tls_cert), "ssl_keyfile": str(address.tls_key)}
     servers = [_Server(uvicorn.Config(application, lifespan="on", **limits, **tls))]
-    if address.metrics_port is not None:
-        servers.append(_Server(uvicorn.Config(metrics_app(service), lifespan="off", **limits, **tls)))
+    servers += [_Server(uvicorn.Config(other, lifespan="off", **limits, **tls)) for _, _, other in extra]
     try:
         for server in servers:
             server.config.load()
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise InputError(f"`tls_cert` and `tls_key` are not usable: {first_line(error)}") from None
-    asyncio.run(_serve(servers, listeners, service, "https" if tls else "http"))
+    names = ["", *(name for name, _, _ in extra)]
+    asyncio.run(_serve(servers, listeners, names, service, "https" if tls else "http"))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -119,7 +128,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InputError(f"`host` {host} with `port` {port} cannot be opened: {error.strerror or error}") from None
 
 
-async def _serve(servers: list[_Server], listeners: list[socket.socket], service: Service, scheme: str) -> None:
+async def _serve(
+    servers: list[_Server], listeners: list[socket.socket], names: list[str], service: Service, scheme: str
+) -> None:
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[bool]] = set()
 
@@ -139,14 +150,13 @@ async def _serve(servers: list[_Server], listeners: list[socket.socket], service
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    names = ["", "metrics "]
     tasks = [
         asyncio.create_task(server.serve(sockets=[listener]))
         for server, listener in zip(servers, listeners, strict=True)
     ]
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
-    for name, listener in zip(names, listeners, strict=False):
+    for name, listener in zip(names, listeners, strict=True):
         host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
         shown = f"[{host}]" if ":" in str(host) else host
         print(f"exitwise: serving {name}on {scheme}://{shown}:{port}", file=sys.stderr, flush=True)

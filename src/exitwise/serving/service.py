@@ -22,7 +22,7 @@ from exitwise.runtime.onnx import State as OnnxState
 from exitwise.serving.errors import ClientDisconnectedError
 from exitwise.serving.load import LoadController
 from exitwise.serving.metrics import Metrics
-from exitwise.serving.queues import ServedRows, Ticket
+from exitwise.serving.queues import Recorder, ServedRows, Ticket
 from exitwise.serving.scheduler import Scheduler
 from exitwise.serving.settings import Settings
 
@@ -122,6 +122,7 @@ class Service:
         self.path, self.settings = Path(path), settings
         self.metrics = Metrics()
         self.bundle = LoadedBundle(self.path, settings, self.metrics)
+        self.reloads = 0
         self.draining = False
         self._started = False
         self._pool = ThreadPoolExecutor(_NUM_DECODERS, "exitwise-decode")
@@ -132,6 +133,7 @@ class Service:
         """Warm up the bundle and start its threads."""
         await self.run_in_thread(self.bundle.warm_up)
         self.bundle.scheduler.start()
+        self.update_metrics()
         self._started = True
 
     async def close(self) -> None:
@@ -159,6 +161,7 @@ class Service:
                 return False
             new.scheduler.start()
             old, self.bundle = self.bundle, new
+            self.reloads += 1
             task = asyncio.create_task(self._retire(old))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
@@ -205,7 +208,12 @@ class Service:
         return RequestOptions(timeout, bundle.family.index_for_budget(_parse_number("budget", budget)))
 
     async def classify(
-        self, bundle: LoadedBundle, images: Any, options: RequestOptions, receive: Callable[[], Awaitable[Any]]
+        self,
+        bundle: LoadedBundle,
+        images: Any,
+        options: RequestOptions,
+        receive: Callable[[], Awaitable[Any]],
+        recorder: Recorder | None = None,
     ) -> ServedRows:
         """Queue images and wait for their answers.
 
@@ -214,6 +222,7 @@ class Service:
             images: A batch of images as the backend takes them.
             options: Deadline and budget of the request.
             receive: Waits for messages of the client, to notice that it disconnects.
+            recorder: Runs a single image to the last exit and keeps all predictions.
 
         Raises:
             OverloadedError: If the request cannot be answered in time.
@@ -223,14 +232,14 @@ class Service:
         """
         arrays = images.values() if isinstance(images, Mapping) else [images]
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
-        ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy)
+        ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
         rows = await _wait(ticket, receive)
         self.update_metrics()
         return rows
 
     def update_metrics(self) -> None:
         """Record queue lengths and the policy in use."""
-        index = self.bundle.load.index
+        index = self.bundle.scheduler.policy_in_use()
         self.metrics.set_state(self.bundle.scheduler.queue_lengths, index, self.bundle.family[index])
 
 

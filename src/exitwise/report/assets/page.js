@@ -16,20 +16,12 @@ const hasEarlyExits = Boolean(data.explorers) && data.net.exits > 1; // else the
 
 // Formatting of numbers
 
-const grouped = (value) => value.toLocaleString("en");
 const metric = (name, value) => value === null ? "undefined" : (value * METRICS[name].factor).toFixed(METRICS[name].digits);
-const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 function signed(name, value) {
   const text = metric(name, value);
   return Number(text) > 0 ? `+${text}` : Number(text) === 0 ? metric(name, 0) : text.replace("-", "−");
 }
 const verdict = (name, value) => Number(metric(name, value)) === 0 ? "" : value > 0 === METRICS[name].more ? "better" : "worse";
-const scaleOf = (unit, largest) => unit !== "MACs" ? [1, unit] : largest >= 2e9 ? [1e9, "billion MACs"] : largest >= 2e5 ? [1e6, "million MACs"] : [1, "MACs"];
-const short = (value) => String(Number(value.toPrecision(4)));
-function amount(value, unit) {
-  const [size, name] = scaleOf(unit, value >= 1e9 ? 2e9 : value >= 1e5 ? 1e6 : value);
-  return `${short(value / size)} ${name}`;
-}
 const className = (label) => data.classes[label];
 const named = (label) => html("bdi", {}, className(label));
 const exitOf = (model, point) => explorer().exits[model][state.step].charCodeAt(point) - 48;
@@ -617,7 +609,7 @@ function provenance() {
   section("provenance", "Provenance", "Provenance", html("dl", {}, data.provenance.map(([name, value]) => [html("dt", {}, name), html("dd", {}, ["command", "reproduce with"].includes(name) ? html("code", {}, value) : value)])));
 }
 
-// Slider, theme, and start
+// Slider and start
 
 function budget() {
   const slider = byId("budget"), unit = byId("unit");
@@ -645,24 +637,6 @@ function budget() {
   follow(showDetail);
 }
 
-function theme() {
-  const button = byId("theme"), system = matchMedia("(prefers-color-scheme: dark)");
-  const remembered = () => { try { return localStorage.getItem("exitwise-theme"); } catch { return null; } };
-  const set = (name) => {
-    document.documentElement.dataset.theme = name;
-    button.textContent = name === "dark" ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Switch to the ${name === "dark" ? "light" : "dark"} theme`);
-  };
-  button.addEventListener("click", () => {
-    const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    set(name);
-    try { localStorage.setItem("exitwise-theme", name); } catch { /* storage is blocked */ }
-  });
-  system.addEventListener("change", () => remembered() || set(system.matches ? "dark" : "light"));
-  set(remembered() || (system.matches ? "dark" : "light"));
-}
-
-theme();
 byId("title").textContent = `${data.net.name} on ${data.net.data}`;
 byId("run").textContent = `exitwise report on the run ${data.net.run}`;
 if (data.images && data.images.side < 24) document.documentElement.dataset.pixels = "large";
