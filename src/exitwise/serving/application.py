@@ -149,7 +149,8 @@ class _Endpoints:
 
     async def live(self, request: Request) -> Response:
         _note(request, endpoint="health")
-        return _json({"live": True})
+        is_alive = self._service.is_alive
+        return _json({"live": is_alive}, 200 if is_alive else 503)
 
     async def ready(self, request: Request) -> Response:
         _note(request, endpoint="health")

@@ -147,6 +147,11 @@ class Service:
         """True if requests are accepted."""
         return self._started and not self.draining
 
+    @property
+    def is_alive(self) -> bool:
+        """True unless a compute thread has ended although it should run."""
+        return not self._started or self.draining or self.bundle.scheduler.is_alive
+
     async def reload(self) -> bool:
         """Load the bundle again from its folder; if it is broken, the current one stays. Return whether it changed."""
         async with self._reloading:
