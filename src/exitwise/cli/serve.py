@@ -55,7 +55,9 @@ def serve(
             help="Serve with Ray Serve: HOST:PORT of a cluster's head, or local for one on this machine.",
         ),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(help="With --ray, processes that serve.", show_default="1", min=1)] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="With --ray, processes that serve.", show_default="1", min=1)
+    ] = None,
     max_replicas: Annotated[
         int | None, typer.Option(help="With --ray, add replicas under load, up to this many.", min=1)
     ] = None,

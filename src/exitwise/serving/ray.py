@@ -125,7 +125,9 @@ def _parse_field(name: str, value: Any) -> Any:
     """Return a field of `Settings` from a number or text."""
     kinds = {field.name: str(field.type) for field in fields(Settings)}
     if name not in kinds:
-        raise InputError(f"`args` may have bundle, replicas, max_replicas, api_key_file, {', '.join(kinds)}, not {name}")
+        raise InputError(
+            f"`args` may have bundle, replicas, max_replicas, api_key_file, {', '.join(kinds)}, not {name}"
+        )
     if name == "cors":
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if not isinstance(value, str):
@@ -158,7 +160,9 @@ class Replica:
 def _build(bundle: Path, settings: Settings, scale: Scale, api_keys: ApiKeys | None) -> Any:
     serve = _import_serve()
     folder = bundle.absolute()
-    LoadedBundle(folder, settings, Metrics()).warm_up()  # a bundle that does not run is refused before any replica loads it
+    LoadedBundle(
+        folder, settings, Metrics()
+    ).warm_up()  # a bundle that does not run is refused before any replica loads it
 
     def make_app() -> Starlette:
         log_to_stderr()  # Ray keeps it in a file of the replica
@@ -260,6 +264,8 @@ def _check_tls(address: Address) -> None:
 
 
 def _check_port(address: Address) -> None:
+    if address.port == 0:
+        raise InputError("`port` must be at least 1 with Ray, but is 0")
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
