@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.version import __version__
 from exitwise.serving import protocol
+from exitwise.serving.bodies import LimitBodies
 from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
 from exitwise.serving.images import Upload, decode_uploads, split_upload
 from exitwise.serving.middleware import AccessLog, RequireApiKey
@@ -31,6 +33,7 @@ from exitwise.serving.service import LoadedBundle, Service, output_tensors
 from exitwise.serving.settings import Settings
 
 _DEFAULT_TOP = 5  # classes that /classify lists for each image
+_MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
 
 
 def app(
@@ -71,7 +74,10 @@ def app(
         finally:
             await service.close()
 
-    middleware = [Middleware(AccessLog, metrics=service.metrics)]
+    middleware = [
+        Middleware(AccessLog, metrics=service.metrics),
+        Middleware(LimitBodies, max_bytes=_MAX_BODIES * service.settings.max_body),
+    ]
     if service.settings.cors:
         allowed = ["Authorization", "Content-Type", "X-API-Key", protocol.HEADER_LENGTH]
         middleware.append(
@@ -200,14 +206,15 @@ class _Endpoints:
         """Answer a request of the Open Inference Protocol V2."""
         self._check_model(request)
         _note(request, endpoint="infer")
-        service = self._service
+        service, arrived = self._service, time.monotonic()
         body = await self._read_body(request)
+        service.bundle.scheduler.check_capacity(1)  # before the work of parsing
         header_length = request.headers.get(protocol.HEADER_LENGTH)
         parsed = await service.run_in_thread(
             lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)
         )
         with service.use_bundle() as bundle:
-            options = service.parse_options(bundle, parsed.parameters)
+            options = service.parse_options(bundle, parsed.parameters, arrived)
             images = protocol.check_inputs(parsed.inputs, bundle.session.manifest.inputs)
             rows = await service.classify(bundle, images, options, request.receive)
             self._note_rows(request, bundle, rows)
@@ -227,18 +234,19 @@ class _Endpoints:
     async def classify(self, request: Request) -> Response:
         """Answer image files: one as the raw body, or several as multipart/form-data."""
         _note(request, endpoint="classify")
-        service = self._service
+        service, arrived = self._service, time.monotonic()
         top = _parse_top(request.query_params.get("top"))
         body = await self._read_body(request)
-        uploads = split_upload(request.headers.get("content-type"), body, self._settings.max_images)
+        kind, limit = request.headers.get("content-type"), self._settings.max_images
+        uploads = await service.run_in_thread(lambda: split_upload(kind, body, limit), len(body))
         with service.use_bundle() as bundle:
-            options = service.parse_options(bundle, request.query_params)
+            options = service.parse_options(bundle, request.query_params, arrived)
             preprocessing = bundle.session.preprocessing
             if preprocessing is None:
                 raise InputError("the bundle has no preprocessing for image files: POST tensors to infer")
             bundle.scheduler.check_capacity(len(uploads), options.timeout)  # before the work of decoding
             decoded = await service.run_in_thread(
-                lambda: decode_uploads(uploads, preprocessing, self._settings.max_pixels)
+                lambda: decode_uploads(uploads, preprocessing, self._settings.max_pixels, options.deadline)
             )
             images = [image for image in decoded if not isinstance(image, InputError)]
             if not images:
