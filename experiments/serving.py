@@ -198,15 +198,25 @@ def run_memory(server: Server, count: int, shape: tuple[int, ...], clients: int 
     statuses = Counter[int]()
     generator = np.random.default_rng(0)
     pool = generator.standard_normal((64, *shape)).astype(np.float32)
-    left = count
+    left, reconnected = count, 0
 
     async def client() -> None:
-        nonlocal left
+        nonlocal left, reconnected
         connection = await Connection.open(server)
         while left > 0:
             left -= 1
-            connection.send(pool[generator.integers(0, len(pool), generator.integers(1, 17))])
-            status, _, _ = await connection.receive()
+            images = pool[generator.integers(0, len(pool), generator.integers(1, 17))]
+            connection.send(images)
+            try:
+                status, _, _ = await connection.receive()
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+                # This client paused for longer than the server keeps idle connections.
+                connection = await Connection.open(server)
+                connection.send(images)
+                status, _, _ = await connection.receive()
+                reconnected += 1
             statuses[status] += 1
             if left % max(1, count // 200) == 0:
                 resident.append(read_resident(server.process.pid))
@@ -222,6 +232,7 @@ def run_memory(server: Server, count: int, shape: tuple[int, ...], clients: int 
     return {
         "requests": count,
         "statuses": dict(statuses),
+        "reconnected": reconnected,
         "seconds": time.perf_counter() - start,
         "first quarter, megabytes": first,
         "last quarter, megabytes": last,

@@ -38,7 +38,7 @@ def instructions() -> dict[str, str]:
     lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)).splitlines()
     pairs = [line.split(maxsplit=1) for line in lines if line]
     assert len({name for name, _ in pairs}) == len(pairs)
-    return {name: rest for name, rest in pairs}
+    return dict(pairs)  # type: ignore[arg-type]
 
 
 def check_options(words: list[str]) -> dict[str, str]:

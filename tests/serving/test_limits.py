@@ -1,4 +1,4 @@
-"""Limits that hold for all requests together, deadlines that begin when a request comes, and probes that tell the truth."""
+"""Limits for all requests together, deadlines that begin when a request comes, probes, and bundles that do not run."""
 
 import asyncio
 import threading

@@ -196,12 +196,12 @@ def test_wrong_options_are_one_line(exitwise: Command, bundle: Path, tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, expected in (
-            (["--ray", "somewhere"], "`ray` must be HOST:PORT of a cluster's head, or local, but got 'somewhere'"),
+            (["--ray", "somewhere"], "`--ray` must be HOST:PORT of a cluster's head, or local, but got 'somewhere'"),
             (["--ray", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
             (["--ray", "local", "--port", port], "cannot be opened"),
             (["--ray", "local", "--metrics-port", "0"], "--metrics-port and --ray exclude each other"),
             (["--ray", "local", "--replicas", "3", "--max-replicas", "2"], "must be an integer of at least 3"),
-            (["--ray", "local", "--port", "0"], "`port` must be at least 1 with Ray"),
+            (["--ray", "local", "--port", "0"], "`--port` must be at least 1 with Ray"),
             (["--replicas", "2"], "need --ray"),
         ):
             assert expected in refused(exitwise, bundle, *words)
