@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,10 +81,13 @@ def on_a_cluster(bundle: Path, *options: object) -> Iterator[Replicated]:
 
 
 class Clients:
-    """Clients that ask one after the other until they are stopped; `outcomes` has status and text of each answer."""
+    """Clients that ask one request after the other until they are stopped, or nothing listens any more.
+
+    `outcomes` has the start, the status or the type of the error, and the text of each.
+    """
 
     def __init__(self, url: str, body: bytes) -> None:
-        self.outcomes: list[tuple[Any, str]] = []
+        self.outcomes: list[tuple[float, Any, str]] = []
         self._url, self._body, self._stop = url, body, Event()
         self._threads = [Thread(target=self._ask) for _ in range(CLIENTS)]
 
@@ -102,8 +104,18 @@ class Clients:
     def _ask(self) -> None:
         with httpx.Client(timeout=120, headers={"X-API-Key": KEY}) as client:
             while not self._stop.is_set():
-                done = client.post(self._url + INFER, content=self._body)
-                self.outcomes.append((done.status_code, done.text))
+                start = time.monotonic()
+                try:
+                    done = client.post(self._url + INFER, content=self._body)
+                    self.outcomes.append((start, done.status_code, done.text))
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    self.outcomes.append((start, type(error).__name__, ""))
+
+    @property
+    def statuses(self) -> list[Any]:
+        return [status for _, status, _ in self.outcomes]
 
     def wait_for_more(self, count: int) -> None:
         wanted = len(self.outcomes) + count
@@ -129,7 +141,7 @@ def test_two_replicas_live_through_a_kill_and_an_update(bundle: Path, tmp_path: 
             while len(set(server.replicas()) - {first}) < 2:  # Ray starts another one
                 time.sleep(0.05)
             clients.wait_for_more(40)
-            lost = [status for status, _ in clients.outcomes if status != 200]
+            lost = [status for status in clients.statuses if status != 200]
             assert set(lost) <= {500, 503}, clients.outcomes  # reported, not answered wrongly, and not kept waiting
             assert len(lost) <= CLIENTS  # those that were on their way to the killed one
             assert second in server.replicas()
@@ -137,7 +149,7 @@ def test_two_replicas_live_through_a_kill_and_an_update(bundle: Path, tmp_path: 
         family = Session(live).manifest.family
         assert family is not None
         session = Session(live, threads=1, policy=family[-1].policy)
-        for _, text in [each for each in clients.outcomes if each[0] == 200][::20]:
+        for text in [text for _, status, text in clients.outcomes if status == 200][::20]:
             answer = json.loads(text)
             assert answer["parameters"]["policy"] == 3
             assert_rows_equal(tensor(answer, "probs"), tensor(answer, "exits"), images, session)
@@ -155,12 +167,16 @@ def test_two_replicas_live_through_a_kill_and_an_update(bundle: Path, tmp_path: 
             while server.replicas() and before & set(server.replicas()):
                 time.sleep(0.05)
             clients.wait_for_more(20)
-        assert Counter(status for status, _ in clients.outcomes).keys() == {200}
+        assert set(clients.statuses) == {200}
         model = httpx.get(url + "/v2/models/model", headers={"X-API-Key": KEY}).json()
         assert model["parameters"]["classes"][0].startswith("new ")
 
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
+        with Clients(url, body) as clients:
+            clients.wait_for_more(20)
+            signalled = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(120) == 0
+        assert {status for start, status, _ in clients.outcomes if start < signalled} == {200}
         assert not server.processes(b"ray::")
     messages = [line for line in server.lines if not line.startswith("exitwise: ")]
     assert not messages, messages  # Ray is silent
@@ -182,7 +198,7 @@ def test_load_adds_a_replica(bundle: Path) -> None:
             while len(server.replicas()) < 2:
                 time.sleep(0.1)
             clients.wait_for_more(8)
-        assert {status for status, _ in clients.outcomes} == {200}
+        assert set(clients.statuses) == {200}
 
 
 def refused(command: Command, *words: object) -> str:

@@ -160,9 +160,7 @@ class Replica:
 def _build(bundle: Path, settings: Settings, scale: Scale, api_keys: ApiKeys | None) -> Any:
     serve = _import_serve()
     folder = bundle.absolute()
-    LoadedBundle(
-        folder, settings, Metrics()
-    ).warm_up()  # a bundle that does not run is refused before any replica loads it
+    LoadedBundle(folder, settings, Metrics()).warm_up()  # refused here if it does not run, before any replica loads it
 
     def make_app() -> Starlette:
         log_to_stderr()  # Ray keeps it in a file of the replica
