@@ -18,7 +18,17 @@ from typing import Any
 import httpx
 import pytest
 from command import Command
-from serving_cases import INFER, Server, assert_rows_equal, family_bundle, infer_body, some_images, tensor
+from serving_cases import (
+    INFER,
+    Server,
+    assert_rows_equal,
+    family_bundle,
+    infer_body,
+    run_async,
+    serving,
+    some_images,
+    tensor,
+)
 
 import exitwise as ew
 from exitwise.runtime.bundle import MANIFEST
@@ -28,6 +38,7 @@ from exitwise.serving.settings import Settings
 pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'")
 
 from exitwise.serving import ray as on_ray
+from exitwise.serving.ray_metrics import MetricsExporter
 
 KEY = "a-key-of-some-length"
 CLIENTS = 4
@@ -269,3 +280,33 @@ def test_the_builder_takes_numbers_and_text(bundle: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(ew.InputError, match=re.escape(words)):
             on_ray.app(wrong)
+
+
+@run_async
+async def test_metrics_of_a_replica_are_exported_with_the_values_of_the_service(bundle: Path) -> None:
+    exported: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert (name, *tag_keys) not in made
+            made.append((name, *tag_keys))
+            self.name, self.tag_keys = name, tag_keys
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == set(self.tag_keys)
+            exported[self.name, tuple(sorted(tags.items()))] = value
+
+    made: list[tuple[str, ...]] = []
+    async with serving(bundle) as client:
+        exporter = MetricsExporter(client.service, Gauge)  # type: ignore[attr-defined]
+        exporter.export()
+        assert exported["exitwise_images_total", ()] == 0
+        await client.post(INFER, json=infer_body(some_images(5)))
+        exporter.export()
+        assert exported["exitwise_images_total", ()] == 5
+        assert exported["exitwise_requests_total", (("endpoint", "infer"), ("status", "200"))] == 1
+        assert exported["exitwise_request_seconds_bucket", (("endpoint", "infer"), ("le", "+Inf"))] == 1
+        assert exported["exitwise_queue_length", (("stage", "0"),)] == 0
+        text = (await client.get("/metrics")).text
+    ours = {line.split("{")[0].split()[0] for line in text.splitlines() if line.startswith("exitwise_")}
+    assert {name for name, _ in exported} == {name for name in ours if not name.endswith("_created")}

@@ -23,6 +23,7 @@ from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.ray_cluster import LOCAL, is_listening, ray_cluster
 from exitwise.serving import application
 from exitwise.serving.metrics import Metrics
+from exitwise.serving.ray_metrics import MetricsExporter
 from exitwise.serving.security import ApiKeys, describe_exposure
 from exitwise.serving.server import Address, log_to_stderr
 from exitwise.serving.service import LoadedBundle
@@ -163,8 +164,12 @@ def _build(bundle: Path, settings: Settings, scale: Scale, api_keys: ApiKeys | N
     LoadedBundle(folder, settings, Metrics()).warm_up()  # refused here if it does not run, before any replica loads it
 
     def make_app() -> Starlette:
+        from ray.serve.metrics import Gauge
+
         log_to_stderr()  # Ray keeps it in a file of the replica
-        return application.app(folder, settings, api_keys=api_keys, metrics=False)
+        built = application.app(folder, settings, api_keys=api_keys, metrics=False)
+        MetricsExporter(built.state.service, Gauge).start()
+        return built
 
     options = scale.options(settings) | {
         "name": _NAME,
