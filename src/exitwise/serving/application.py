@@ -21,6 +21,7 @@ from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.version import __version__
 from exitwise.serving import protocol
+from exitwise.serving.api_page import CONTENT_SECURITY_POLICY, render_api
 from exitwise.serving.bodies import LimitBodies
 from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
 from exitwise.serving.images import Upload, decode_uploads, split_upload
@@ -144,6 +145,7 @@ class _Endpoints:
             Route("/v2/health/ready", self.ready),
             Route("/classify", self.classify, methods=["POST"]),
             Route("/openapi.json", self.openapi),
+            Route("/docs", self.api_page),
         ]
         for path in (model, version):
             routes += [
@@ -191,6 +193,12 @@ class _Endpoints:
     async def openapi(self, request: Request) -> Response:
         _note(request, endpoint="metadata")
         return _json(describe_api(self._settings.name, self._settings.max_images))
+
+    async def api_page(self, request: Request) -> Response:
+        _note(request, endpoint="metadata")
+        page = render_api(describe_api(self._settings.name, self._settings.max_images))
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(page, headers=headers, media_type="text/html")
 
     async def metrics(self, request: Request) -> Response:
         _note(request, endpoint="metrics")
