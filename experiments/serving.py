@@ -308,6 +308,33 @@ def send_bytes(server: Server, data: bytes) -> str:
     return received[9:12].decode("latin-1") or "none"
 
 
+def describe(folder: Path) -> list[str]:
+    """Return the rows of the table in docs/guides/serving.md, from the results in a folder."""
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in (*COUNTS, "ray")}
+    rows, cancelled, memory, bad, ray = (found[name] for name in (*COUNTS, "ray"))
+    killed, updated = ray["a replica is killed"], ray["the bundle is updated"]
+    policies = len(rows["requests by policy"])
+    lost = killed["requests"] - killed["outcomes"]["200"]
+    return [
+        f"| {rows['requests']:,} requests at once, {rows['rows']:,} images of CIFAR-100, {policies} policies "
+        f"| {rows['wrong rows']} wrong rows; the probabilities differ by at most "
+        f"{rows['largest difference of a probability']:.0e} from those of `Session` for this image alone |",
+        f"| the same, and 30 % of the clients may disconnect at a random moment "
+        f"| {cancelled['cancelled by the client']} disconnected, {cancelled['answered']} answered; "
+        f"{cancelled['wrong rows']} wrong rows, {cancelled['images queued afterwards']} images left in the queues |",
+        f"| {memory['requests']:,} requests of 1 to 16 images "
+        f"| resident memory of the last quarter / first quarter: {memory['last quarter / first quarter']:.3f} |",
+        f"| {bad['requests']:,} malformed requests "
+        f"| {bad['requests'] - bad['not 4xx']:,} with status 4xx; {bad['of them answered']} of "
+        f"{bad['good requests between']} good ones between them answered |",
+        f"| SIGKILL of one of two replicas on Ray, with {ray['clients']} clients "
+        f"| {lost} of {killed['requests']:,} requests failed, with status 500; another replica after "
+        f"{ray['seconds']['until another replica has started']:.1f} s |",
+        f"| update of the bundle of two replicas on Ray, with {ray['clients']} clients "
+        f"| {updated['requests'] - updated['outcomes']['200']} of {updated['requests']:,} requests failed |",
+    ]
+
+
 def shipped_bundle(folder: Path) -> Path:
     """Export the shipped net with a family of policies."""
     trace = ew.Trace.load(ew.zoo.path("trace.safetensors"))

@@ -23,6 +23,7 @@ from exitwise.serving.service import Service
 from exitwise.serving.settings import Settings
 
 _KEEP_ALIVE = 10  # seconds between requests of a connection
+_OTHER_FILES = 256  # files that are open beside connections
 _MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
 
@@ -87,6 +88,7 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     listeners = [_listen(address.host, address.port)]
     if address.metrics_port is not None:
         listeners.append(_listen(address.host, address.metrics_port))
+    _allow_open_files(len(listeners) * address.max_connections + _OTHER_FILES)
     limits: dict[str, Any] = {
         "http": limit_connections(address.max_connections, address.header_timeout, settings.timeout),
         "ws": "none",
@@ -111,6 +113,17 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise InputError(f"`tls_cert` and `tls_key` are not usable: {first_line(error)}") from None
     asyncio.run(_serve(servers, listeners, service, "https" if tls else "http"))
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of this process on open files, as far as the system lets it: often it is about 1,000."""
+    import resource  # which Windows does not have
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard):
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:
