@@ -158,14 +158,12 @@ def test_there_are_files_for_all_connections(bundle: Path) -> None:
     """The process begins with a limit of 256 open files, less than the connections that it shall have."""
     import resource
 
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     former = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, former[1]))
     try:
-        server = started(bundle, "--max-connections", "400")
-        with server as running:
+        with started(bundle, "--max-connections", "400") as server:
             resource.setrlimit(resource.RLIMIT_NOFILE, former)
-            connections = [socket.create_connection(running.address) for _ in range(350)]
+            connections = [socket.create_connection(server.address) for _ in range(350)]
             connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             assert receive_all(connections[-1]).startswith(b"HTTP/1.1 200")
             for connection in connections:
