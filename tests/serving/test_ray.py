@@ -227,7 +227,7 @@ def test_wrong_options_are_one_line(exitwise: Command, bundle: Path, tmp_path: P
             (["--ray", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
             (["--ray", "local", "--port", port], "cannot be opened"),
             (["--ray", "local", "--metrics-port", "0"], "--metrics-port and --ray exclude each other"),
-            (["--ray", "local", "--replicas", "3", "--max-replicas", "2"], "must be an integer of at least 3"),
+            (["--ray", "local", "--replicas", "3", "--max-replicas", "2"], "must be a whole number of at least 3"),
             (["--ray", "local", "--port", "0"], "`--port` must be at least 1 with Ray"),
             (["--replicas", "2"], "need --ray"),
         ):

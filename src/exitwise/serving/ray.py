@@ -31,7 +31,7 @@ from exitwise.serving.settings import Settings, parse_duration, parse_size
 
 _NAME = "exitwise"  # of the Ray Serve application and of its deployment
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 60.0  # of more or less load, until replicas are added or removed
-_LOOK_BACK_SECONDS = 5.0  # over which the load is averaged
+_LOOK_BACK_SECONDS = 15.0  # over which the load is averaged; Ray measures it every 10 seconds
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 2.0, 10.0  # seconds
 _CLUSTER_CHECK_SECONDS = 5.0
 _SURGE_PERCENT = 1  # rounded up: one more replica during an update, so that a former one ends when a new one is ready
@@ -53,16 +53,16 @@ class Scale:
         >>> from exitwise.serving.ray import Scale
         >>> Scale(2, max_replicas=1)
         Traceback (most recent call last):
-        exitwise.core.errors.InputError: `max_replicas` must be an integer of at least 2, but got 1
+        exitwise.core.errors.InputError: `max_replicas` must be a whole number of at least 2, but got 1
     """
 
     replicas: int = 1
     max_replicas: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("replicas", self.replicas, 1, 10_000)
+        check_integer("replicas", self.replicas, 1)
         if self.max_replicas is not None:
-            check_integer("max_replicas", self.max_replicas, self.replicas, 10_000)
+            check_integer("max_replicas", self.max_replicas, self.replicas)
 
     @property
     def largest(self) -> int:
@@ -80,7 +80,6 @@ class Scale:
                 # A quarter of a full batch per thread: beyond it a replica soon has to use cheaper policies.
                 "target_ongoing_requests": max(1.0, settings.max_batch * settings.threads / 4),
                 "look_back_period_s": _LOOK_BACK_SECONDS,
-                "metrics_interval_s": 1.0,
                 "upscale_delay_s": _UPSCALE_SECONDS,
                 "downscale_delay_s": _DOWNSCALE_SECONDS,
             }
