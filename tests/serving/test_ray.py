@@ -271,7 +271,7 @@ def test_the_builder_takes_numbers_and_text(bundle: Path, tmp_path: Path) -> Non
     assert fixed.max_ongoing_requests > Settings().max_queue  # the service itself refuses first, with Retry-After
     for wrong, words in (
         ({}, "`bundle` must be"),
-        ({"bundle": str(bundle), "speed": 3}, "not speed"),
+        ({"bundle": str(bundle), "speed": 3}, "not 'speed'"),
         ({"bundle": str(bundle), "slo": "fast"}, "`slo` must be like 50ms"),
         ({"bundle": str(bundle), "replicas": "many"}, "`replicas` must be a whole number"),
         ({"bundle": str(bundle), "floor": "high"}, "`floor` must be a number"),

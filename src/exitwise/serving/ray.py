@@ -11,7 +11,7 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -123,11 +123,10 @@ def _parse_count(name: str, value: Any) -> int:
 
 def _parse_field(name: str, value: Any) -> Any:
     """Return a field of `Settings` from a number or text."""
-    kinds = {field.name: str(field.type) for field in fields(Settings)}
-    if name not in kinds:
-        raise InputError(
-            f"`args` may have bundle, replicas, max_replicas, api_key_file, {', '.join(kinds)}, not {name}"
-        )
+    defaults = asdict(Settings())
+    if name not in defaults:
+        known = ", ".join(defaults)
+        raise InputError(f"`args` may have bundle, replicas, max_replicas, api_key_file, {known}, not {shorten(name)}")
     if name == "cors":
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if not isinstance(value, str):
@@ -136,9 +135,9 @@ def _parse_field(name: str, value: Any) -> Any:
         return parse_duration(name, value)
     if name == "max_body":
         return parse_size(name, value)
-    if kinds[name] == "int":
+    if isinstance(defaults[name], int):
         return _parse_count(name, value)
-    if kinds[name].startswith("float"):
+    if name in ("floor", "budget"):
         try:
             return float(value)
         except ValueError:
