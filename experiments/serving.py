@@ -341,7 +341,8 @@ def shipped_bundle(folder: Path) -> Path:
     calibration, net = ew.calibrate(trace, "MIE T_opt"), ew.load_net(ew.zoo.path("net.safetensors"))
     costs = trace.costs.values
     budgets = np.linspace(costs[0], costs[-1], 4).tolist()
-    policies = ew.fit_policies(calibration.predict(trace.val), trace.val.labels, trace.costs, budgets=budgets)
+    fitted = ew.fit_policies(calibration.predict(trace.val), trace.val.labels, trace.costs, budgets=budgets)
+    policies = list({policy.cost: policy for policy in fitted}.values())  # two budgets may have the same policy
     ew.Classifier(net, calibration, policies[-1], classes=trace.classes).export(folder, family=policies)
     return folder
 
