@@ -23,7 +23,7 @@ from serving_cases import INFER, TOLERANCE, Server, family_bundle, infer_body, p
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
-from exitwise.serving.security import describe_exposure
+from exitwise.serving.security import describe_exposure, describe_open_metrics
 from exitwise.serving.settings import Settings, parse_duration, parse_size
 
 
@@ -78,6 +78,9 @@ def test_the_warning_names_what_is_exposed() -> None:
     assert describe_exposure("::1", False, False) is None
     assert describe_exposure("0.0.0.0", True, True) is None
     assert "anyone who reaches 0.0.0.0" in (describe_exposure("0.0.0.0", False, False) or "")
+    assert describe_open_metrics("127.0.0.1", 9000) is None
+    assert describe_open_metrics("0.0.0.0", None) is None
+    assert "metrics on port 9000, also without a key" in (describe_open_metrics("0.0.0.0", 9000) or "")
     assert "without encryption" in (describe_exposure("10.0.0.1", True, False) or "")
 
 

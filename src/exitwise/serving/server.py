@@ -18,7 +18,7 @@ from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError, first_line
 from exitwise.serving.application import app, metrics_app
 from exitwise.serving.connections import limit_connections
-from exitwise.serving.security import ApiKeys, describe_exposure, is_loopback
+from exitwise.serving.security import ApiKeys, describe_exposure, describe_open_metrics
 from exitwise.serving.service import Service
 from exitwise.serving.settings import Settings
 
@@ -83,8 +83,8 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     service: Service = application.state.service
     if warning := describe_exposure(address.host, api_keys is not None, address.tls_cert is not None):
         print(f"exitwise: warning: {warning}", file=sys.stderr)
-    if address.metrics_port is not None and not is_loopback(address.host):
-        print(f"exitwise: warning: the metrics on port {address.metrics_port} need no key", file=sys.stderr)
+    if warning := describe_open_metrics(address.host, address.metrics_port):
+        print(f"exitwise: warning: {warning}", file=sys.stderr)
     listeners = [_listen(address.host, address.port)]
     if address.metrics_port is not None:
         listeners.append(_listen(address.host, address.metrics_port))
