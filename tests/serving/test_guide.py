@@ -76,6 +76,16 @@ def test_every_option_in_the_guide_exists() -> None:
     assert len(mentioned) > 10
 
 
+def test_figures_of_the_experiments_are_those_of_the_committed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    from serving import describe
+
+    rows = describe(ROOT / "experiments" / "serving")
+    assert len(rows) == 6
+    for row in rows:
+        assert row in GUIDE
+
+
 def test_figures_of_memory_are_those_of_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from serving_memory import SETTINGS, describe

@@ -1,8 +1,10 @@
 """Running the application: keys, other origins, metrics, the access log, reloading, and the OpenAPI document."""
 
 import asyncio
+import html
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -127,4 +129,22 @@ async def test_openapi_lists_every_path(bundle: Path) -> None:
         application = client._transport.app  # type: ignore[attr-defined]
         paths = {route.path.replace("{name}", "model") for route in application.routes}
         documented = set(document["paths"])
-        assert documented == {path for path in paths if "{version}" not in path} - {"/openapi.json"}
+        assert documented == {path for path in paths if "{version}" not in path} - {"/openapi.json", "/docs"}
+
+
+@run_async
+async def test_the_api_page_has_every_path_and_needs_no_other_server(bundle: Path) -> None:
+    async with serving(bundle, Settings(slo=5.0, name="a.name")) as client:
+        document = (await client.get("/openapi.json")).json()
+        done = await client.get("/docs")
+    assert done.headers["content-type"].startswith("text/html")
+    assert done.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
+    text = done.text
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert f"<code>{method.upper()} {path}</code>" in text
+            assert html.escape(operation["summary"]) in text
+    assert "/v2/models/a.name/infer" in text
+    assert "<code>inputs[].datatype</code></th><td>string</td><td>required</td>" in text
+    assert "<code>results[].probability</code></th><td>number</td>" in text
+    assert not re.search(r"https?:|<script|src=", text)

@@ -23,7 +23,7 @@ from serving_cases import INFER, TOLERANCE, Server, family_bundle, infer_body, p
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
-from exitwise.serving.security import describe_exposure
+from exitwise.serving.security import describe_exposure, describe_open_metrics
 from exitwise.serving.settings import Settings, parse_duration, parse_size
 
 
@@ -78,6 +78,9 @@ def test_the_warning_names_what_is_exposed() -> None:
     assert describe_exposure("::1", False, False) is None
     assert describe_exposure("0.0.0.0", True, True) is None
     assert "anyone who reaches 0.0.0.0" in (describe_exposure("0.0.0.0", False, False) or "")
+    assert describe_open_metrics("127.0.0.1", 9000) is None
+    assert describe_open_metrics("0.0.0.0", None) is None
+    assert "metrics on port 9000, also without a key" in (describe_open_metrics("0.0.0.0", 9000) or "")
     assert "without encryption" in (describe_exposure("10.0.0.1", True, False) or "")
 
 
@@ -152,6 +155,24 @@ def test_too_many_connections_are_refused_and_the_others_served(server: Server) 
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_there_are_files_for_all_connections(bundle: Path) -> None:
+    """The process begins with a limit of 256 open files, less than the connections that it shall have."""
+    import resource
+
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, former[1]))
+    try:
+        with started(bundle, "--max-connections", "400") as server:
+            resource.setrlimit(resource.RLIMIT_NOFILE, former)
+            connections = [socket.create_connection(server.address) for _ in range(350)]
+            connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert receive_all(connections[-1]).startswith(b"HTTP/1.1 200")
+            for connection in connections:
+                connection.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
 
 
 def test_slow_headers_are_given_up() -> None:

@@ -53,6 +53,19 @@ def serve(
     max_connections: Annotated[int, typer.Option(help="Open connections.", min=1)] = 1000,
     timeout: Annotated[str, typer.Option(help="Time after which a request is given up.")] = "30s",
     body_timeout: Annotated[str, typer.Option(help="Time within which a body must arrive.")] = "10s",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Serve with Ray Serve: HOST:PORT of a cluster's head, or local for one on this machine.",
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="With --ray, processes that serve.", show_default="1", min=1)
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="With --ray, add replicas under load, up to this many.", min=1)
+    ] = None,
 ) -> None:
     """Serve an ONNX bundle over HTTP; under load it computes less for each image instead of failing.
 
@@ -83,6 +96,16 @@ def serve(
     )
     address = Address(host, port, metrics_port, page, page_port, tls_cert, tls_key, max_connections)
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
+    if ray is not None:
+        for option, value in (("--metrics-port", metrics_port), ("--page-port", page_port)):
+            if value is not None:
+                raise InputError(f"{option} and --ray exclude each other")
+        from exitwise.serving import ray as on_ray
+
+        on_ray.run(bundle, settings, address, keys, ray, on_ray.Scale(replicas or 1, max_replicas))
+        return
+    if replicas is not None or max_replicas is not None:
+        raise InputError("--replicas and --max-replicas need --ray")
     log_to_stderr()
     run(bundle, settings, address, keys)
 

@@ -1,5 +1,6 @@
 """The ASGI application: Open Inference Protocol V2, image files at /classify, metrics, and the OpenAPI document."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from starlette.routing import Route
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.version import __version__
 from exitwise.serving import protocol
+from exitwise.serving.api_page import CONTENT_SECURITY_POLICY, render_api
+from exitwise.serving.bodies import LimitBodies
 from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
 from exitwise.serving.exchange import json_response as _json
 from exitwise.serving.exchange import note as _note
@@ -31,6 +34,8 @@ from exitwise.serving.scheduler import ClosedError, OverloadedError
 from exitwise.serving.security import ApiKeys
 from exitwise.serving.service import LoadedBundle, Service, output_tensors
 from exitwise.serving.settings import Settings
+
+_MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
 
 
 def app(
@@ -73,7 +78,7 @@ def app(
         finally:
             await service.close()
 
-    middleware = [Middleware(AccessLog, metrics=service.metrics)]
+    middleware = _logging_and_limits(service)
     if service.settings.cors:
         allowed = ["Authorization", "Content-Type", "X-API-Key", protocol.HEADER_LENGTH]
         middleware.append(
@@ -99,7 +104,7 @@ def app(
 
 def page_app(service: Service, api_keys: ApiKeys | None = None) -> Starlette:
     """Return an application that serves only the page of a service and what it needs, for a port of their own."""
-    middleware = [Middleware(AccessLog, metrics=service.metrics)]
+    middleware = _logging_and_limits(service)
     if api_keys is not None:
         middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
     handlers = _exception_handlers(_Endpoints(service))
@@ -110,6 +115,13 @@ def metrics_app(service: Service) -> Starlette:
     """Return an application that serves only the metrics of a service, for a port of their own."""
     endpoints = _Endpoints(service)
     return Starlette(routes=[Route("/metrics", endpoints.metrics)], exception_handlers={HTTPException: _refuse_http})
+
+
+def _logging_and_limits(service: Service) -> list[Middleware]:
+    return [
+        Middleware(AccessLog, metrics=service.metrics),
+        Middleware(LimitBodies, max_bytes=_MAX_BODIES * service.settings.max_body),
+    ]
 
 
 def _exception_handlers(endpoints: "_Endpoints") -> dict[Any, Any]:
@@ -148,6 +160,7 @@ class _Endpoints:
             Route("/v2/health/ready", self.ready),
             Route("/classify", self.classify, methods=["POST"]),
             Route("/openapi.json", self.openapi),
+            Route("/docs", self.api_page),
         ]
         for path in (model, version):
             routes += [
@@ -159,7 +172,8 @@ class _Endpoints:
 
     async def live(self, request: Request) -> Response:
         _note(request, endpoint="health")
-        return _json({"live": True})
+        is_alive = self._service.is_alive
+        return _json({"live": is_alive}, 200 if is_alive else 503)
 
     async def ready(self, request: Request) -> Response:
         _note(request, endpoint="health")
@@ -195,6 +209,12 @@ class _Endpoints:
         _note(request, endpoint="metadata")
         return _json(describe_api(self._settings.name, self._settings.max_images))
 
+    async def api_page(self, request: Request) -> Response:
+        _note(request, endpoint="metadata")
+        page = render_api(describe_api(self._settings.name, self._settings.max_images))
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(page, headers=headers, media_type="text/html")
+
     async def metrics(self, request: Request) -> Response:
         _note(request, endpoint="metrics")
         self._service.update_metrics()
@@ -209,14 +229,15 @@ class _Endpoints:
         """Answer a request of the Open Inference Protocol V2."""
         self._check_model(request)
         _note(request, endpoint="infer")
-        service = self._service
+        service, arrived = self._service, time.monotonic()
         body = await read_body(request, self._settings)
+        service.bundle.scheduler.check_capacity(1)  # before the work of parsing
         header_length = request.headers.get(protocol.HEADER_LENGTH)
         parsed = await service.run_in_thread(
             lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)
         )
         with service.use_bundle() as bundle:
-            options = service.parse_options(bundle, parsed.parameters)
+            options = service.parse_options(bundle, parsed.parameters, arrived)
             images = protocol.check_inputs(parsed.inputs, bundle.session.manifest.inputs)
             rows = await service.classify(bundle, images, options, request.receive)
             self._note_rows(request, bundle, rows)
@@ -236,18 +257,19 @@ class _Endpoints:
     async def classify(self, request: Request) -> Response:
         """Answer image files: one as the raw body, or several as multipart/form-data."""
         _note(request, endpoint="classify")
-        service = self._service
+        service, arrived = self._service, time.monotonic()
         top = parse_top(request.query_params.get("top"))
         body = await read_body(request, self._settings)
-        uploads = split_upload(request.headers.get("content-type"), body, self._settings.max_images)
+        kind, limit = request.headers.get("content-type"), self._settings.max_images
+        uploads = await service.run_in_thread(lambda: split_upload(kind, body, limit), len(body))
         with service.use_bundle() as bundle:
-            options = service.parse_options(bundle, request.query_params)
+            options = service.parse_options(bundle, request.query_params, arrived)
             preprocessing = bundle.session.preprocessing
             if preprocessing is None:
                 raise InputError("the bundle has no preprocessing for image files: POST tensors to infer")
             bundle.scheduler.check_capacity(len(uploads), options.timeout)  # before the work of decoding
             decoded = await service.run_in_thread(
-                lambda: decode_uploads(uploads, preprocessing, self._settings.max_pixels)
+                lambda: decode_uploads(uploads, preprocessing, self._settings.max_pixels, options.deadline)
             )
             images = [image for image in decoded if not isinstance(image, InputError)]
             if not images:

@@ -1,7 +1,9 @@
 """Image files of a request: raw bytes or multipart, from bytes to the pixels that the bundle takes."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -11,6 +13,7 @@ from exitwise.core.image_files import decode_image
 from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.serving.errors import RequestError
+from exitwise.serving.queues import DeadlineError
 
 _MAX_NAME = 200  # characters of a file name that are repeated in the answer
 _RAW_TYPES = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")  # the last is curl's default
@@ -121,11 +124,17 @@ def _split_multipart(boundary: bytes, body: bytes, max_images: int) -> list[Uplo
 
 
 def decode_uploads(
-    uploads: Sequence[Upload], preprocessing: Preprocessing, max_pixels: int
+    uploads: Sequence[Upload], preprocessing: Preprocessing, max_pixels: int, deadline: float = inf
 ) -> list[Array | InputError]:
-    """Return for each file its pixels, uint8 (channels, size, size), or the error that prevents decoding it."""
+    """Return for each file its pixels, uint8 (channels, size, size), or the error that prevents decoding it.
+
+    Raises:
+        DeadlineError: If the deadline, by `time.monotonic`, passes before the last file.
+    """
     decoded: list[Array | InputError] = []
     for number, upload in enumerate(uploads):
+        if time.monotonic() >= deadline:
+            raise DeadlineError(f"the deadline passed after {number} of {len(uploads)} images were decoded")
         name = f"image {number}" if upload.name is None else shorten(upload.name)
         try:
             decoded.append(decode_image(upload.data, preprocessing, max_pixels, name))

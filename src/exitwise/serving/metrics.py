@@ -1,5 +1,7 @@
 """Metrics of a service for Prometheus, in a registry of their own."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -93,6 +95,13 @@ class Metrics:
         self.recent.set_policy(index)
         self._policy.set(index)
         self._budget.set(member.budget)
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Yield name, labels and value of all values of ours, without those of the process."""
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if sample.name.startswith("exitwise_") and not sample.name.endswith("_created"):
+                    yield sample.name, sample.labels, sample.value
 
     def render(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

@@ -124,6 +124,11 @@ class Scheduler(Generic[State]):
                 thread.join()
 
     @property
+    def is_alive(self) -> bool:
+        """True while all compute threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
     def pending(self) -> int:
         """Number of samples that are queued or running."""
         return self._pending

@@ -79,3 +79,10 @@ def describe_exposure(host: str, has_keys: bool, has_tls: bool) -> str | None:
             f"use --api-key-file, or --host 127.0.0.1"
         )
     return f"keys, images and answers travel to {host} without encryption: use --tls-cert and --tls-key"
+
+
+def describe_open_metrics(host: str, port: int | None) -> str | None:
+    """Return the warning of metrics on a port of their own that others can reach; None if there is none."""
+    if port is None or is_loopback(host):
+        return None
+    return f"anyone who reaches {host} can read the metrics on port {port}, also without a key"

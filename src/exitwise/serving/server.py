@@ -18,11 +18,12 @@ from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError, first_line
 from exitwise.serving.application import app, metrics_app, page_app
 from exitwise.serving.connections import limit_connections
-from exitwise.serving.security import ApiKeys, describe_exposure
+from exitwise.serving.security import ApiKeys, describe_exposure, describe_open_metrics
 from exitwise.serving.service import Service
 from exitwise.serving.settings import Settings
 
 _KEEP_ALIVE = 10  # seconds between requests of a connection
+_OTHER_FILES = 256  # files that are open beside connections
 _MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
 
@@ -90,10 +91,13 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     service: Service = application.state.service
     if warning := describe_exposure(address.host, api_keys is not None, address.tls_cert is not None):
         print(f"exitwise: warning: {warning}", file=sys.stderr)
+    if warning := describe_open_metrics(address.host, address.metrics_port):
+        print(f"exitwise: warning: {warning}", file=sys.stderr)
     others = [("metrics ", address.metrics_port, metrics_app(service))]
     others += [("page ", address.page_port, page_app(service, api_keys))]
     extra = [(name, port, other) for name, port, other in others if port is not None]
     listeners = [_listen(address.host, port) for port in (address.port, *(port for _, port, _ in extra))]
+    _allow_open_files(len(listeners) * address.max_connections + _OTHER_FILES)
     limits: dict[str, Any] = {
         "http": limit_connections(address.max_connections, address.header_timeout, settings.timeout),
         "ws": "none",
@@ -118,6 +122,17 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
         raise InputError(f"`tls_cert` and `tls_key` are not usable: {first_line(error)}") from None
     names = ["", *(name for name, _, _ in extra)]
     asyncio.run(_serve(servers, listeners, names, service, "https" if tls else "http"))
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of this process on open files, as far as the system lets it: often it is about 1,000."""
+    import resource  # which Windows does not have
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard):
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

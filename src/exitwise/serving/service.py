@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from exitwise.core.checks import is_finite
-from exitwise.core.errors import InputError, shorten
+from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.core.predictions import Array
 from exitwise.policies.family import FamilyMember, PolicyFamily
 from exitwise.runtime.onnx import OnnxBackend, Session
@@ -22,7 +22,7 @@ from exitwise.runtime.onnx import State as OnnxState
 from exitwise.serving.errors import ClientDisconnectedError
 from exitwise.serving.load import LoadController
 from exitwise.serving.metrics import Metrics
-from exitwise.serving.queues import Recorder, ServedRows, Ticket
+from exitwise.serving.queues import DeadlineError, Recorder, ServedRows, Ticket
 from exitwise.serving.scheduler import Scheduler
 from exitwise.serving.settings import Settings
 
@@ -37,10 +37,18 @@ _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Wishes of a request: seconds until its deadline, and the index of the most expensive policy that it may get."""
+    """Wishes of a request: its deadline by `time.monotonic`, and the index of the most expensive policy it may get."""
 
-    timeout: float
+    deadline: float
     max_policy: int | None = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that are left; raises DeadlineError if there are none."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the request could not be answered before its deadline")
+        return left
 
 
 class LoadedBundle:
@@ -149,14 +157,19 @@ class Service:
         """True if requests are accepted."""
         return self._started and not self.draining
 
+    @property
+    def is_alive(self) -> bool:
+        """True unless a compute thread has ended although it should run."""
+        return not self._started or self.draining or self.bundle.scheduler.is_alive
+
     async def reload(self) -> bool:
         """Load the bundle again from its folder; if it is broken, the current one stays. Return whether it changed."""
         async with self._reloading:
             try:
                 new = await self.run_in_thread(lambda: LoadedBundle(self.path, self.settings, self.metrics))
                 await self.run_in_thread(new.warm_up)
-            except (InputError, OSError) as error:
-                _log.error("the bundle was not reloaded, the former one stays: %s", error)
+            except Exception as error:  # also what onnxruntime raises when it runs a graph
+                _log.error("the bundle was not reloaded, the former one stays: %s", first_line(error))
                 self.metrics.count_reload(False)
                 return False
             new.scheduler.start()
@@ -190,22 +203,30 @@ class Service:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    def parse_options(self, bundle: LoadedBundle, values: Mapping[str, Any]) -> RequestOptions:
+    def parse_options(
+        self, bundle: LoadedBundle, values: Mapping[str, Any], arrived: float | None = None
+    ) -> RequestOptions:
         """Return the budget and the deadline that a request asks for, from its parameters.
+
+        Args:
+            bundle: The bundle that the budget is for.
+            values: Parameters of the request.
+            arrived: When the request came, by `time.monotonic` [default: now].
 
         Raises:
             InputError: If a value is not a positive number, or `budget` is not like 2e7 or 50%.
         """
-        timeout, deadline = self.settings.timeout, values.get("deadline_ms")
-        if deadline is not None:
-            timeout = min(timeout, _parse_number("deadline_ms", deadline) / 1000)
+        timeout, asked = self.settings.timeout, values.get("deadline_ms")
+        if asked is not None:
+            timeout = min(timeout, _parse_number("deadline_ms", asked) / 1000)
+        deadline = (time.monotonic() if arrived is None else arrived) + timeout
         budget = values.get("budget")
         if budget is None:
-            return RequestOptions(timeout)
+            return RequestOptions(deadline)
         full = bundle.session.costs.values[-1]
         if isinstance(budget, str) and budget.endswith("%"):
             budget = _parse_number("budget", budget.removesuffix("%")) / 100 * full
-        return RequestOptions(timeout, bundle.family.index_for_budget(_parse_number("budget", budget)))
+        return RequestOptions(deadline, bundle.family.index_for_budget(_parse_number("budget", budget)))
 
     async def classify(
         self,
