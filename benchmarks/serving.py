@@ -14,6 +14,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -66,7 +68,7 @@ def write_images(root: Path | None, file: Path) -> None:
         from exitwise.data import cifar
 
         _, test = cifar.load(cifar.CIFAR100, root)
-        images, labels = test.images.numpy(), test.labels.numpy()
+        images, labels = test.pixels.numpy(), test.labels.numpy()
     np.savez(file, images=images, labels=labels)
 
 
@@ -109,7 +111,8 @@ def server(setting: Setting, command: Sequence[str], pattern: str) -> Iterator[i
     """Run a server on its core until the end of the block; yield the port that it writes to its log."""
     log = setting.place / "server.log"
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
     try:
         if setting.cores is not None:
             os.sched_setaffinity(process.pid, {setting.cores[0]})  # before it starts threads
@@ -117,10 +120,22 @@ def server(setting: Setting, command: Sequence[str], pattern: str) -> Iterator[i
             if process.poll() is not None:
                 raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
             time.sleep(0.1)
+        wait_for_port(int(match[1]))
         yield int(match[1])
     finally:
-        process.terminate()
-        process.wait(60)
+        os.killpg(process.pid, signal.SIGKILL)  # also the processes that it started
+        process.wait()
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until connections are accepted: LitServe names its port before."""
+    for _ in range(100):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"nothing listens on port {port}")
 
 
 def send(setting: Setting, port: int, phases: Sequence[tuple[float, float]], **plan: Any) -> tuple[Requests, float]:

@@ -23,6 +23,8 @@ from exitwise.core.errors import InputError
 _UTILIZATION = 0.85  # of the compute threads, with a policy that the controller moves to
 _MAX_UTILIZATION = 1.0  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
+_QUEUE_TIME = 0.1  # seconds over which the queue length is averaged
+_DRAIN_SHARE = 0.4  # of the latency objective, in which the queue is worked off with the policy of the next batch
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
@@ -97,6 +99,7 @@ class LoadController:
         self._patience = _PATIENCE
         self._last_update: float | None = None
         self._last_queued = 0
+        self._queued = 0.0  # exponential average
 
     def add_arrivals(self, now: float, count: int) -> None:
         """Record that `count` samples arrived."""
@@ -128,11 +131,20 @@ class LoadController:
         """Return the seconds until `queued` samples are answered with the cheapest policy that may be used."""
         return queued * self._costs[self.lowest] / self.capacity
 
+    def choose(self, queued: int) -> int:
+        """Return the index of the policy for the next batch: that of the load, or a cheaper one behind a long queue."""
+        if not queued:
+            return self.index
+        return min(self.index, self._most_expensive(self.capacity * _DRAIN_SHARE * self._slo / queued))
+
     def update(self, now: float, queued: int) -> int:
-        """Return the index of the policy for the next samples, given the samples that are queued or running."""
+        """Return the index of the policy for the load, given the samples that are queued or running."""
+        if self._last_update is not None:
+            keep = exp(-max(0.0, now - self._last_update) / _QUEUE_TIME)
+            self._queued = keep * self._queued + (1 - keep) * self._last_queued
         self._last_update, self._last_queued = now, queued
         rate = self.arrival_rate(now)
-        excess = max(0.0, queued - rate * self._slo / 2)
+        excess = max(0.0, self._queued - rate * self._slo / 2)
         demand = rate + excess / max(self._slo, 0.05)
         affordable = self.capacity / demand if demand > 0 else inf
         target = self._most_expensive(_UTILIZATION * affordable)

@@ -188,16 +188,25 @@ class Scheduler(Generic[State]):
         """Run batches until the scheduler is closed and all samples are answered."""
         while True:
             with self._condition:
-                while not (waiting := [k for k, queue in enumerate(self._queues) if queue.length]):
+                while not any(queue.length for queue in self._queues):
                     if self._closing and not self._tickets:
                         self._condition.notify_all()  # other threads wait for samples of this one's last batch
                         return
                     self._condition.wait(timeout=1.0 if self._closing else None)
-                views = [QueueView(k, self._queues[k].length, self._queues[k].oldest) for k in waiting]
-                stage = self._choose(views, self._max_batch)
-                batch = self._take(stage)
-            if batch is not None:
-                self._run(stage, *batch)
+            self.run_next()
+
+    def run_next(self) -> bool:
+        """Run one batch in the calling thread, as a compute thread does; return False if no samples wait."""
+        with self._condition:
+            waiting = [k for k, queue in enumerate(self._queues) if queue.length]
+            if not waiting:
+                return False
+            views = [QueueView(k, self._queues[k].length, self._queues[k].oldest) for k in waiting]
+            stage = self._choose(views, self._max_batch)
+            batch = self._take(stage)
+        if batch is not None:
+            self._run(stage, *batch)
+        return True
 
     def _take(self, stage: int) -> tuple[State, ActiveSamples, float, MixedPolicies] | None:
         """Take a batch of a stage, choose the policies of new requests, and drop what cannot be answered in time."""
@@ -224,7 +233,8 @@ class Scheduler(Generic[State]):
         if batch is None:
             return None
         state, samples, oldest = batch
-        index = self.load.update(now, self._pending)
+        self.load.update(now, self._pending)
+        index = self.load.choose(self._pending)
         numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
         policies = []
         for number in numbers.tolist():
