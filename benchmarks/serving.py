@@ -154,7 +154,7 @@ def measure_capacity(setting: Setting, **plan: Any) -> float:
     with exitwise_server(setting, "plain", slo=10.0) as port:
         seconds = WARM_UP + setting.seconds / 2
         found, _ = send(setting, port, [(5000.0, seconds)], closed=CLIENTS, give_up=10.0, **plan)
-    times = (found["due"] * 0 + found["done"])[found["status"] == 200]
+    times = found["done"][found["status"] == 200]
     counted = times[(times > WARM_UP) & (times < seconds)]
     return float(len(counted) / (seconds - WARM_UP))
 
@@ -200,10 +200,10 @@ def run_loads(
     return results
 
 
-def measure_service(bundle: str, **plan: Any) -> Callable[[Setting, float], dict[str, Any]]:
-    """Return the piece that puts the loads on one bundle."""
+def measure_service(bundle: str, *words: str, **plan: Any) -> Callable[[Setting, float], dict[str, Any]]:
+    """Return the piece that puts the loads on one bundle, served with these options."""
     return lambda setting, capacity: run_loads(
-        setting, lambda: exitwise_server(setting, bundle), capacity, **plan
+        setting, lambda: exitwise_server(setting, bundle, *words), capacity, **plan
     )
 
 
@@ -268,6 +268,7 @@ def measure_litserve(setting: Setting, capacity: float) -> dict[str, Any]:
 
 PIECES: dict[str, Callable[[Setting, float], dict[str, Any]]] = {
     "adaptive": measure_service("adaptive"),
+    "adaptive, floor 0.63": measure_service("adaptive", "--floor", "0.63"),
     "fixed": measure_service("fixed"),
     "plain": measure_service("plain"),
     "step": measure_step,

@@ -224,9 +224,7 @@ class Service:
         arrays = images.values() if isinstance(images, Mapping) else [images]
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy)
-        rows = await _wait(ticket, receive)
-        self.update_metrics()
-        return rows
+        return await _wait(ticket, receive)
 
     def update_metrics(self) -> None:
         """Record queue lengths and the policy in use."""
