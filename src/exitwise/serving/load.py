@@ -7,10 +7,15 @@ arrival rate r (samples per second) and q queued samples, the affordable mean co
 
     a = utilization * C / (r + excess / horizon),   excess = max(0, q - r * slo / 2),
 
-so that arrivals are served and a backlog is worked off within `horizon`. The most expensive policy with a cost of at
-most `a` is the target. Hysteresis: the policy becomes cheaper only if its cost exceeds the affordable one by the ratio
-of both utilizations, then at once. It becomes more expensive only after the target was higher for `patience` seconds,
-and then by half of the distance. After a step up that had to be taken back soon, the patience doubles.
+so that arrivals are served and a backlog is worked off within `horizon`; q is an average over a tenth of a second. The
+most expensive policy with a cost of at most `a` is the target. Hysteresis: the policy becomes cheaper only if its cost
+exceeds the affordable one by the ratio of both utilizations, then at once. It becomes more expensive only after the
+target was higher for `patience` seconds, and then by half of the distance. After a step up that had to be taken back
+soon, the patience doubles.
+
+Poisson arrivals make queues that are too short-lived for this. New requests in a long queue therefore get a cheaper
+policy: the most expensive one with which all others in the queue are worked off within a share of the objective,
+others * cost / C <= share * slo. The policy of the load stays.
 """
 
 from collections.abc import Sequence
@@ -24,7 +29,7 @@ _UTILIZATION = 0.85  # of the compute threads, with a policy that the controller
 _MAX_UTILIZATION = 1.0  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
 _QUEUE_TIME = 0.1  # seconds over which the queue length is averaged
-_DRAIN_SHARE = 0.3  # of the latency objective, in which the queue is worked off with the policy of the next batch
+_DRAIN_SHARE = 0.3  # of the latency objective, in which a queue is worked off with the policy of new requests
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
@@ -131,11 +136,16 @@ class LoadController:
         """Return the seconds until `queued` samples are answered with the cheapest policy that may be used."""
         return queued * self._costs[self.lowest] / self.capacity
 
-    def choose(self, queued: int) -> int:
-        """Return the index of the policy for the next batch: that of the load, or a cheaper one behind a long queue."""
-        if not queued:
+    def choose(self, others: int) -> int:
+        """Return the index of the policy for new requests: that of the load, or a cheaper one in a long queue.
+
+        Args:
+            others: Number of samples that are queued or running, without those of the oldest new request: alone, it
+                has the policy of the load even if it takes longer than the objective.
+        """
+        if others <= 0:
             return self.index
-        return min(self.index, self._most_expensive(self.capacity * _DRAIN_SHARE * self._slo / queued))
+        return min(self.index, self._most_expensive(self.capacity * _DRAIN_SHARE * self._slo / others))
 
     def update(self, now: float, queued: int) -> int:
         """Return the index of the policy for the load, given the samples that are queued or running."""

@@ -234,15 +234,14 @@ class Scheduler(Generic[State]):
             return None
         state, samples, oldest = batch
         self.load.update(now, self._pending)
-        index = self.load.choose(self._pending)
         numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
-        policies = []
-        for number in numbers.tolist():
-            ticket = self._tickets[number]
-            if ticket.policy < 0:
+        tickets = [self._tickets[number] for number in numbers.tolist()]
+        if new := [ticket for ticket in tickets if ticket.policy < 0]:
+            index = self.load.choose(self._pending - new[0].size)
+            for ticket in new:
                 ticket.policy = index if ticket.max_policy is None else min(index, ticket.max_policy)
-            policies.append(ticket.policy)
-        return state, samples, oldest, MixedPolicies(self._policies, np.asarray(policies)[which])
+        policies = np.array([ticket.policy for ticket in tickets])
+        return state, samples, oldest, MixedPolicies(self._policies, policies[which])
 
     def _run(self, stage: int, state: State, samples: ActiveSamples, oldest: float, rule: MixedPolicies) -> None:
         """Run a batch and distribute its answers; if it fails, run its samples one by one."""
