@@ -51,7 +51,7 @@ def simulate(
         """Queue what has arrived until now, unless the wait would be too long."""
         nonlocal rejected, i
         while i < len(arrivals) and arrivals[i] <= now:
-            if adaptive and controller.predict_wait(len(queue)) > 0.6 * SLO:
+            if adaptive and controller.predict_wait(len(queue)) > 0.4 * SLO:
                 rejected += 1
             else:
                 queue.append(arrivals[i])
@@ -64,12 +64,13 @@ def simulate(
         accept()
         if not queue:
             continue
-        policy = controller.update(now, len(queue)) if adaptive else len(COSTS) - 1
+        controller.update(now, len(queue))
+        policy = controller.choose(len(queue) - 1) if adaptive else len(COSTS) - 1
         batch, queue = queue[:MAX_BATCH], queue[MAX_BATCH:]
         seconds_taken = OVERHEAD + len(batch) * COSTS[policy] / SPEED * float(np.exp(noise * generator.normal()))
         now += seconds_taken
         rows += [(arrived, now - arrived, policy) for arrived in batch]
-        used.append((now, policy))
+        used.append((now, controller.index))
         controller.add_batch(COSTS[policy] * len(batch), seconds_taken)
         accept()
         controller.update(now, len(queue))

@@ -4,7 +4,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from simulation import COSTS, REQUEST_SECONDS, capacity, fixed_family, make_family, simulate
+from serving_simulation import COSTS, REQUEST_SECONDS, capacity, fixed_family, make_family, simulate
 
 from exitwise.serving.load import LoadController
 from exitwise.serving.strategies import STRATEGIES

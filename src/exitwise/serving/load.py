@@ -2,20 +2,17 @@
 
 The controller gets arrivals, batches and queue lengths with their times, and reads no clock. A batch of cost x takes
 (overhead + x) / s seconds, with a measured speed s. Batches grow with the load; one that takes a quarter of the latency
-objective has about the cost x = s * slo / 4, so that the capacity is C = threads * s * x / (overhead + x). With the
-arrival rate r (samples per second) and q queued samples, the affordable mean cost is
+objective has about the cost x = s * slo / 4, so that the capacity is C = threads * s * x / (overhead + x).
 
-    a = utilization * C / (r + excess / horizon),   excess = max(0, q - r * slo / 2),
+The arrival rate r (samples per second) decides the policy of the load. The affordable mean cost is
+a = utilization * C / r, and the most expensive policy with a cost of at most `a` is the target. Hysteresis: the policy
+becomes cheaper only if its cost exceeds the affordable one by the ratio of both utilizations, then at once. It becomes
+more expensive only after the target was higher for `patience` seconds, and then by half of the distance. After a step
+up that had to be taken back soon, the patience doubles.
 
-so that arrivals are served and a backlog is worked off within `horizon`; q is an average over a tenth of a second. The
-most expensive policy with a cost of at most `a` is the target. Hysteresis: the policy becomes cheaper only if its cost
-exceeds the affordable one by the ratio of both utilizations, then at once. It becomes more expensive only after the
-target was higher for `patience` seconds, and then by half of the distance. After a step up that had to be taken back
-soon, the patience doubles.
-
-Poisson arrivals make queues that are too short-lived for this. New requests in a long queue therefore get a cheaper
-policy: the most expensive one with which all others in the queue are worked off within a share of the objective,
-others * cost / C <= share * slo. The policy of the load stays.
+The queue decides for single requests: Poisson arrivals and pauses of the machine make queues that are too short-lived
+for an average. In a long queue, new requests get a cheaper policy: the most expensive one with which the q other samples
+are worked off within a share of the objective, q * cost / C <= share * slo.
 """
 
 from collections.abc import Sequence
@@ -25,11 +22,10 @@ from math import exp, inf
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
 
-_UTILIZATION = 0.85  # of the compute threads, with a policy that the controller moves to
-_MAX_UTILIZATION = 1.0  # above it the policy becomes cheaper
+_UTILIZATION = 0.95  # of the compute threads, with a policy that the controller moves to; the queue corrects what is too much
+_MAX_UTILIZATION = 1.1  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
-_QUEUE_TIME = 0.1  # seconds over which the queue length is averaged
-_DRAIN_SHARE = 0.3  # of the latency objective, in which a queue is worked off with the policy of new requests
+_DRAIN_SHARE = 0.25  # of the latency objective, in which a queue is worked off with the policy of new requests
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
@@ -104,7 +100,6 @@ class LoadController:
         self._patience = _PATIENCE
         self._last_update: float | None = None
         self._last_queued = 0
-        self._queued = 0.0  # exponential average
 
     def add_arrivals(self, now: float, count: int) -> None:
         """Record that `count` samples arrived."""
@@ -149,14 +144,9 @@ class LoadController:
 
     def update(self, now: float, queued: int) -> int:
         """Return the index of the policy for the load, given the samples that are queued or running."""
-        if self._last_update is not None:
-            keep = exp(-max(0.0, now - self._last_update) / _QUEUE_TIME)
-            self._queued = keep * self._queued + (1 - keep) * self._last_queued
         self._last_update, self._last_queued = now, queued
         rate = self.arrival_rate(now)
-        excess = max(0.0, self._queued - rate * self._slo / 2)
-        demand = rate + excess / max(self._slo, 0.05)
-        affordable = self.capacity / demand if demand > 0 else inf
+        affordable = self.capacity / rate if rate > 0 else inf
         target = self._most_expensive(_UTILIZATION * affordable)
         if self._costs[self.index] > _MAX_UTILIZATION * affordable and target < self.index:
             if now - self._last_up < _REGRET_TIME:

@@ -1,6 +1,7 @@
 """The server process: listens, drains on SIGTERM, and reloads the bundle on SIGHUP."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -146,6 +147,7 @@ async def _serve(servers: list[_Server], listeners: list[socket.socket], service
     ]
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
+    gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds
     for name, listener in zip(names, listeners, strict=False):
         host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
         shown = f"[{host}]" if ":" in str(host) else host

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _log = logging.getLogger("exitwise.serving")
 _NUM_DECODERS = 2  # threads that parse requests and decode images
 _WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
-_WAIT_SHARE = 0.6  # of the latency objective that a request may wait; the rest is for computing it
+_WAIT_SHARE = 0.4  # of the latency objective that a request may wait; the rest is for computing it
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 

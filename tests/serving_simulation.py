@@ -23,6 +23,7 @@ SPEED = 57_000.0  # cost per second: 0.67 ms per image to the last exit
 BATCH_SECONDS = 0.0004  # overhead of a batch in one stage
 REQUEST_SECONDS = 0.0005  # what HTTP costs for a request
 IMAGES = 8
+NOISE = 0.1  # of the logarithm of the time of a batch
 _DIFFICULTIES = np.linspace(0, 1, 2001)
 _WEIGHTS = (1.0, 0.8, 0.6)  # confidence after an exit: 1 - weight * difficulty / 2
 
@@ -62,7 +63,7 @@ class SimulatedBackend:
 
     def run(self, exit: int, state: Array) -> tuple[Array, ExitPrediction]:
         seconds = BATCH_SECONDS + len(state) * self._stage_costs[exit] / SPEED
-        self.pass_time(seconds * float(np.exp(0.1 * self._noise.normal())))
+        self.pass_time(seconds * float(np.exp(NOISE * self._noise.normal())))
         confidence = _confidence(exit, state)
         return state, ExitPrediction(np.stack([confidence, 1 - confidence], axis=1))
 
@@ -120,11 +121,15 @@ def simulate(
     slo: float = 0.05,
     images: int = IMAGES,
     strategy: str = "deepest",
-    max_wait_share: float = 0.6,
+    max_wait_share: float = 0.4,
+    pause: float = 0.0,
     seed: int = 0,
     **limits: Any,
 ) -> Simulated:
-    """Return what happens to Poisson arrivals of requests, with a rate in requests per second as a function of time."""
+    """Return what happens to Poisson arrivals of requests, with a rate in requests per second as a function of time.
+
+    Every two seconds the core does something else for `pause` seconds.
+    """
     generator = np.random.default_rng(seed)
     family = family or make_family()
     backend = SimulatedBackend()
@@ -165,6 +170,8 @@ def simulate(
     def pass_time(seconds: float) -> None:
         """Let a batch run for some seconds; requests that arrive meanwhile take their share of the core."""
         end = backend.now + seconds
+        if end // 2 > backend.now // 2:
+            end += pause
         while upcoming is not None and upcoming[1] <= end:
             remaining = end - max(backend.now, upcoming[1])
             backend.now = max(backend.now, upcoming[1])
