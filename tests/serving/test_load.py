@@ -55,7 +55,7 @@ def simulate(
                 rejected += 1
             else:
                 queue.append(arrivals[i])
-                controller.add_arrivals(arrivals[i], 1)
+            controller.add_arrivals(arrivals[i], 1)
             i += 1
 
     while i < len(arrivals) or queue:

@@ -138,15 +138,16 @@ class Scheduler(Generic[State]):
         with self._condition:
             if self._closing:
                 raise ClosedError("the service is shutting down")
-            wait = self.load.predict_wait(self._pending)
+            wait, limit = self.load.predict_wait(self._pending), min(self._max_wait, timeout)
             if self._pending and self._pending + size > self._max_queue:
-                raise OverloadedError(f"the queue is full: {self._pending} images wait", wait)
-            limit = min(self._max_wait, timeout)
-            if wait > limit:
-                raise OverloadedError(
-                    f"the service is overloaded: the wait would be {1e3 * wait:.0f} ms, more than {1e3 * limit:.0f} ms",
-                    wait - limit,
-                )
+                message, retry_after = f"the queue is full: {self._pending} images wait", wait
+            elif wait > limit:
+                times = f"{1e3 * wait:.0f} ms, more than {1e3 * limit:.0f} ms"
+                message, retry_after = f"the service is overloaded: the wait would be {times}", wait - limit
+            else:
+                return
+            self.load.add_arrivals(self._clock(), size)  # refused requests are load, too
+        raise OverloadedError(message, retry_after)
 
     def submit(self, state: State, timeout: float = inf, max_policy: int | None = None) -> Ticket:
         """Queue the samples of a request.
