@@ -3,11 +3,12 @@
 usage: serving.py [--cifar100 DIR] [--bundle DIR] [--only PIECE ...] [--seconds S] [--small] [--out FILE]
 
 The server is bound to one core, with one compute thread; the client, a process of its own, to another. Requests carry
-`IMAGES` test images as bytes in one binary tensor: the shipped net needs 0.7 ms per image, which is of the order of what
-HTTP costs in Python, so that eight images stand for a net of a usual size. The pieces `one image` and `mixed sizes` have
-other requests. Each piece measures the capacity of the plain net first: answered requests per second with `CLIENTS`
-connections, each with one request after the other. Every load runs for two seconds before it counts. `--only` adds
-pieces to those in the file. `--small` checks the benchmark itself; its figures mean nothing.
+`IMAGES` test images as bytes in one binary tensor. The shipped net needs 0.7 ms per image, which is about what HTTP
+costs in Python: eight images stand for a net of a usual size. The pieces `one image` and `mixed sizes` have other
+requests. Each piece measures the capacity of the plain net first: answered requests per second with `CLIENTS`
+connections, each with one request after the other. Every load runs for two seconds before it counts. `--only` measures
+some pieces, and leaves the others in the file as they are. `litserve` needs `pip install litserve`. `--small` checks
+the benchmark itself; its figures mean nothing.
 """
 
 import json
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,9 @@ def write_bundles(place: Path, bundle: Path | None, small: bool) -> None:
 def exitwise_server(setting: Setting, bundle: str, *words: str, slo: float = SLO) -> Iterator[int]:
     """Run `exitwise serve` on a bundle; yield its port."""
     command = [sys.executable, "-m", "exitwise", "serve", str(setting.place / bundle), "--port", "0"]
-    with server(setting, [*command, "--slo", f"{1e3 * slo:g}ms", *words], r"serving on http://127\.0\.0\.1:(\d+)") as port:
+    with server(
+        setting, [*command, "--slo", f"{1e3 * slo:g}ms", *words], r"serving on http://127\.0\.0\.1:(\d+)"
+    ) as port:
         yield port
 
 
@@ -171,7 +175,9 @@ def summarize(found: Requests) -> dict[str, float]:
         "p99": round(quantiles[1], 1),
         "goodput": round(float((latency < 1e3 * SLO).sum() / len(answered)), 4),
         "rejected": round(float((found["status"] == 503).mean()), 4),
-        "late or lost": round(float(1 - (found["status"] == 503).mean() - (latency < 1e3 * SLO).sum() / len(answered)), 4),
+        "late or lost": round(
+            float(1 - (found["status"] == 503).mean() - (latency < 1e3 * SLO).sum() / len(answered)), 4
+        ),
         "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
         "budget": round(float(np.nanmean(found["budget"][answered])), 0) if answered.any() else 0.0,
     }
@@ -296,6 +302,9 @@ def main() -> None:
         pair = None if len(cores) < 2 or arguments.small else (cores[0], cores[1])
         setting = Setting(place, place / "images.npz", 0.5 if arguments.small else arguments.seconds, pair)
         for piece in arguments.only:
+            if piece == "litserve" and find_spec("litserve") is None:
+                print("litserve is not installed: left out", file=sys.stderr)
+                continue
             capacity = measure_capacity(setting, sizes=PIECE_SIZES.get(piece, [IMAGES]))
             print(f"{piece}: plain capacity {capacity:.1f} requests per second", file=sys.stderr, flush=True)
             load = measure_load()

@@ -11,8 +11,8 @@ more expensive only after the target was higher for `patience` seconds, and then
 up that had to be taken back soon, the patience doubles.
 
 The queue decides for single requests: Poisson arrivals and pauses of the machine make queues that are too short-lived
-for an average. In a long queue, new requests get a cheaper policy: the most expensive one with which the q other samples
-are worked off within a share of the objective, q * cost / C <= share * slo.
+for an average. In a long queue, new requests get a cheaper policy: the most expensive one with which the q other
+samples are worked off within a share of the objective, q * cost / C <= share * slo.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from math import exp, inf
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
 
-_UTILIZATION = 0.95  # of the compute threads, with a policy that the controller moves to; the queue corrects what is too much
+_UTILIZATION = 0.95  # of the compute threads, with a policy that the controller moves to
 _MAX_UTILIZATION = 1.1  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
 _DRAIN_SHARE = 0.25  # of the latency objective, in which a queue is worked off with the policy of new requests
