@@ -45,6 +45,7 @@ STRATEGY_LOADS = (1.0, 1.5, 2.0)
 IMAGES, CLIENTS = 8, 16
 WARM_UP = 2.0  # seconds of every load that do not count
 NORMALIZATION = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)  # of the shipped net
+FULL_COST = 38042768.0  # of the last exit of the shipped net
 HERE = Path(__file__).parent
 
 
@@ -179,8 +180,13 @@ def summarize(found: Requests) -> dict[str, float]:
             float(1 - (found["status"] == 503).mean() - (latency < 1e3 * SLO).sum() / len(answered)), 4
         ),
         "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
-        "budget": round(float(np.nanmean(found["budget"][answered])), 0) if answered.any() else 0.0,
+        "budget": mean_budget(found["budget"][answered]),
     }
+
+
+def mean_budget(budgets: np.ndarray) -> float:
+    """Return the mean budget of answers; that of a server without budgets is the full cost."""
+    return round(float(np.where(np.isnan(budgets), FULL_COST, budgets).mean()), 0) if len(budgets) else 0.0
 
 
 def between(found: Requests, start: float, end: float) -> Requests:
@@ -284,6 +290,24 @@ PIECES: dict[str, Callable[[Setting, float], dict[str, Any]]] = {
     "litserve": measure_litserve,
 }
 PIECE_SIZES = {"one image": [1], "mixed sizes": [1, 1, 1, 4, 16, 32]}
+
+
+def table(measured: dict[str, Any]) -> list[str]:
+    """Return rows for the guide: service, load, p50, p99, in time, refused, late or lost, accuracy, million MACs."""
+    rows = []
+    for piece, found in measured.items():
+        if piece == "step":
+            continue
+        flat = "2x" in found["results"]
+        for name, loads in ({piece: found["results"]} if flat else found["results"]).items():
+            title = name if flat else f"{piece}, {name}"
+            rows += [
+                f"| {title} | {load} | {row['p50']:.0f} | {row['p99']:.0f} | {100 * row['goodput']:.1f} "
+                f"| {100 * row['rejected']:.1f} | {100 * row['late or lost']:.1f} | {100 * row['accuracy']:.1f} "
+                f"| {row['budget'] / 1e6:.1f} |"
+                for load, row in loads.items()
+            ]
+    return rows
 
 
 def main() -> None:
