@@ -216,17 +216,18 @@ class Scheduler(Generic[State]):
         earliest_end = now + min(recent, default=0.0)
         expired: list[Ticket] = []
 
+        def is_live(number: int) -> bool:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.deadline < earliest_end:
+                expired.append(ticket)
+                self._forget(ticket)
+                return False
+            return ticket is not None
+
         def find_live(ids: Array) -> Array:
-            numbers, which = np.unique(split_ids(ids)[0], return_inverse=True)
-            live = np.zeros(len(numbers), dtype=bool)
-            for k, number in enumerate(numbers.tolist()):
-                ticket = self._tickets.get(number)
-                if ticket is not None and ticket.deadline < earliest_end:
-                    expired.append(ticket)
-                    self._forget(ticket)
-                elif ticket is not None:
-                    live[k] = True
-            return np.asarray(live[which])
+            numbers = split_ids(ids)[0].tolist()
+            live = {number: is_live(number) for number in dict.fromkeys(numbers)}
+            return np.array([live[number] for number in numbers], dtype=bool)
 
         batch = self._queues[stage].take(self.backend, self._max_batch, find_live)
         for ticket in expired:
@@ -235,14 +236,15 @@ class Scheduler(Generic[State]):
             return None
         state, samples, oldest = batch
         self.load.update(now, self._pending)
-        numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
-        tickets = [self._tickets[number] for number in numbers.tolist()]
-        if new := [ticket for ticket in tickets if ticket.policy < 0]:
+        # Batches are small: dicts are faster than `np.unique`, which takes as long as a stage needs for an image.
+        numbers = split_ids(samples.ids)[0].tolist()
+        tickets = {number: self._tickets[number] for number in numbers}
+        if new := [ticket for ticket in tickets.values() if ticket.policy < 0]:
             index = self.load.choose(self._pending - new[0].size)
             for ticket in new:
                 ticket.policy = index if ticket.max_policy is None else min(index, ticket.max_policy)
-        policies = np.array([ticket.policy for ticket in tickets])
-        return state, samples, oldest, MixedPolicies(self._policies, policies[which])
+        policies = np.array([tickets[number].policy for number in numbers])
+        return state, samples, oldest, MixedPolicies(self._policies, policies)
 
     def _run(self, stage: int, state: State, samples: ActiveSamples, oldest: float, rule: MixedPolicies) -> None:
         """Run a batch and distribute its answers; if it fails, run its samples one by one."""
@@ -293,8 +295,10 @@ class Scheduler(Generic[State]):
                 if len(active):
                     self._queues[stage + 1].add(state, active, oldest)
                 numbers, rows = split_ids(exited.ids)
-                for number in np.unique(numbers).tolist():
-                    mine = (numbers == number) & ~exited.non_finite
+                positions: dict[int, list[int]] = {}
+                for position in np.flatnonzero(~exited.non_finite).tolist():
+                    positions.setdefault(int(numbers[position]), []).append(position)
+                for number, mine in positions.items():
                     self._answer(number, rows[mine], exited.probs[mine], stage, finished)
                 for sample in exited.ids[exited.non_finite].tolist():
                     errors[sample] = f"exit {stage} gives probabilities that are not finite"
