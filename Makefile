@@ -72,6 +72,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/pool.py
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/serving.py $(if $(CIFAR100),--cifar100 $(CIFAR100))
 
 # The documentation as a site: open site/index.html.
 docs: $(VENV)/dev.ready

@@ -117,3 +117,17 @@ def test_the_scale_benchmark_measures_everything(tmp_path: Path) -> None:
     for results in found["measured"].values():
         assert results["calibrate-T_opt"]["peak GB"] > 0
     assert found["growth"]["calibrate-T_opt"] > 0
+
+
+def test_the_services_benchmark_measures_everything(tmp_path: Path) -> None:
+    """Only two pieces: the others put the same loads on other bundles."""
+    pytest.importorskip("uvicorn")
+    found = small("serving.py", tmp_path, "--only", "adaptive", "step")["measured"]
+    loads = found["adaptive"]["results"]
+    assert list(loads) == ["0.5x", "1x", "1.5x", "2x", "3x"]
+    for load in loads.values():
+        shares = [load[name] for name in ("goodput", "rejected", "late or lost")]
+        assert sum(shares) == pytest.approx(1, abs=1e-3)
+        assert load["client busy"] < 1
+    step = found["step"]["results"]
+    assert step["adaptive"]["requests"] == step["fixed"]["requests"] > 0

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,16 @@ def test_figures_of_memory_are_those_of_the_committed_run(monkeypatch: pytest.Mo
     assert set(results) == set(SETTINGS)
     for name, result in results.items():
         assert describe(name, result) in GUIDE
+
+
+def test_the_tables_under_load_are_those_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    results = json.loads((ROOT / "benchmarks" / "results" / "serving.json").read_text())["measured"]
+    part = GUIDE.split("## Under load")[1].split("\n## ")[0]
+    printed = {line for line in part.splitlines() if line.startswith("| ")}
+    rows = import_module("serving").table(results)
+    assert len(rows) >= 30
+    assert set(rows) <= printed
+    step = results["step"]["results"]
+    for name in ("adaptive", "fixed"):
+        assert f"{step[name]['violations']:,}" in part

@@ -51,11 +51,11 @@ def simulate(
         """Queue what has arrived until now, unless the wait would be too long."""
         nonlocal rejected, i
         while i < len(arrivals) and arrivals[i] <= now:
-            if adaptive and controller.predict_wait(len(queue)) > 0.6 * SLO:
+            if adaptive and controller.predict_wait(len(queue)) > 0.4 * SLO:
                 rejected += 1
             else:
                 queue.append(arrivals[i])
-                controller.add_arrivals(arrivals[i], 1)
+            controller.add_arrivals(arrivals[i], 1)
             i += 1
 
     while i < len(arrivals) or queue:
@@ -64,12 +64,13 @@ def simulate(
         accept()
         if not queue:
             continue
-        policy = controller.update(now, len(queue)) if adaptive else len(COSTS) - 1
+        controller.update(now, len(queue))
+        policy = controller.choose(len(queue) - 1) if adaptive else len(COSTS) - 1
         batch, queue = queue[:MAX_BATCH], queue[MAX_BATCH:]
         seconds_taken = OVERHEAD + len(batch) * COSTS[policy] / SPEED * float(np.exp(noise * generator.normal()))
         now += seconds_taken
         rows += [(arrived, now - arrived, policy) for arrived in batch]
-        used.append((now, policy))
+        used.append((now, controller.index))
         controller.add_batch(COSTS[policy] * len(batch), seconds_taken)
         accept()
         controller.update(now, len(queue))
@@ -93,9 +94,10 @@ def test_a_constant_load_has_a_nearly_constant_policy_and_keeps_the_objective(lo
     assert result.changes <= 8
     settled = result.policies[result.arrivals > 2]
     affordable = max(k for k, cost in enumerate(COSTS) if cost * load <= COSTS[-1])
-    # Batches have an overhead, so that not all of the capacity is there; but at most two policies may be lost by it.
-    assert affordable - 2 <= settled.mean() <= affordable
-    assert settled.std() < 1
+    # Batches have an overhead, so that not all of the capacity is there; but at most two policies may be lost by it. The
+    # policy of the load may be somewhat too expensive, because long queues lower that of some requests.
+    assert affordable - 2 <= settled.mean() <= affordable + 0.5
+    assert settled.std() < 1.5
 
 
 def test_a_step_up_and_down_is_followed_at_once_and_taken_back_within_ten_seconds() -> None:

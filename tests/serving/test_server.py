@@ -1,5 +1,6 @@
 """The server as a process: signals, connections, TLS, and a client of the protocol that others wrote."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,11 +19,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from command import Command
 from serving_cases import INFER, TOLERANCE, Server, family_bundle, infer_body, png, some_images, started, tensor
+from uvicorn.server import ServerState
 
 import exitwise as ew
 from exitwise.runtime.onnx import Session
+from exitwise.serving.connections import limit_connections
 from exitwise.serving.security import describe_exposure, describe_open_metrics
 from exitwise.serving.settings import Settings, parse_duration, parse_size
 
@@ -61,6 +65,36 @@ def test_wrong_options(exitwise: Command, bundle: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "cannot be opened" in refused(exitwise, bundle, "--port", port)
+
+
+def test_answers_do_not_wait_for_acknowledgments() -> None:
+    """On a listening socket like that of `run`, asyncio alone would leave Nagle's algorithm on."""
+
+    async def accept() -> int:
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[int] = loop.create_future()
+
+        class Noting(limit_connections(10, 5.0, 5.0)):  # type: ignore[misc]
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                option = (socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                accepted.set_result(transport.get_extra_info("socket").getsockopt(*option))
+
+        async def nothing(scope: Any, receive: Any, send: Any) -> None:
+            del scope, receive, send
+
+        config = uvicorn.Config(nothing, log_config=None)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await loop.create_server(lambda: Noting(config, ServerState(), {}), sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        value = await accepted
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
+        return value
+
+    assert asyncio.run(accept()) == 1
 
 
 def test_durations_and_sizes() -> None:

@@ -2,15 +2,17 @@
 
 The controller gets arrivals, batches and queue lengths with their times, and reads no clock. A batch of cost x takes
 (overhead + x) / s seconds, with a measured speed s. Batches grow with the load; one that takes a quarter of the latency
-objective has about the cost x = s * slo / 4, so that the capacity is C = threads * s * x / (overhead + x). With the
-arrival rate r (samples per second) and q queued samples, the affordable mean cost is
+objective has about the cost x = s * slo / 4, so that the capacity is C = threads * s * x / (overhead + x).
 
-    a = utilization * C / (r + excess / horizon),   excess = max(0, q - r * slo / 2),
+The arrival rate r (samples per second) decides the policy of the load. The affordable mean cost is
+a = utilization * C / r, and the most expensive policy with a cost of at most `a` is the target. Hysteresis: the policy
+becomes cheaper only if its cost exceeds the affordable one by the ratio of both utilizations, then at once. It becomes
+more expensive only after the target was higher for `patience` seconds, and then by half of the distance. After a step
+up that had to be taken back soon, the patience doubles.
 
-so that arrivals are served and a backlog is worked off within `horizon`. The most expensive policy with a cost of at
-most `a` is the target. Hysteresis: the policy becomes cheaper only if its cost exceeds the affordable one by the ratio
-of both utilizations, then at once. It becomes more expensive only after the target was higher for `patience` seconds,
-and then by half of the distance. After a step up that had to be taken back soon, the patience doubles.
+The queue decides for single requests: Poisson arrivals and pauses of the machine make queues that are too short-lived
+for an average. In a long queue, new requests get a cheaper policy: the most expensive one with which the q other
+samples are worked off within a share of the objective, q * cost / C <= share * slo.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,10 @@ from math import exp, inf
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
 
-_UTILIZATION = 0.85  # of the compute threads, with a policy that the controller moves to
-_MAX_UTILIZATION = 1.0  # above it the policy becomes cheaper
+_UTILIZATION = 1.05  # of the measured capacity, with a policy that the controller moves to; the queue corrects it
+_MAX_UTILIZATION = 1.2  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
+_DRAIN_SHARE = 0.25  # of the latency objective, in which a queue is worked off with the policy of new requests
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
@@ -128,13 +131,22 @@ class LoadController:
         """Return the seconds until `queued` samples are answered with the cheapest policy that may be used."""
         return queued * self._costs[self.lowest] / self.capacity
 
+    def choose(self, others: int) -> int:
+        """Return the index of the policy for new requests: that of the load, or a cheaper one in a long queue.
+
+        Args:
+            others: Number of samples that are queued or running, without those of the oldest new request: alone, it
+                has the policy of the load even if it takes longer than the objective.
+        """
+        if others <= 0:
+            return self.index
+        return min(self.index, self._most_expensive(self.capacity * _DRAIN_SHARE * self._slo / others))
+
     def update(self, now: float, queued: int) -> int:
-        """Return the index of the policy for the next samples, given the samples that are queued or running."""
+        """Return the index of the policy for the load, given the samples that are queued or running."""
         self._last_update, self._last_queued = now, queued
         rate = self.arrival_rate(now)
-        excess = max(0.0, queued - rate * self._slo / 2)
-        demand = rate + excess / max(self._slo, 0.05)
-        affordable = self.capacity / demand if demand > 0 else inf
+        affordable = self.capacity / rate if rate > 0 else inf
         target = self._most_expensive(_UTILIZATION * affordable)
         if self._costs[self.index] > _MAX_UTILIZATION * affordable and target < self.index:
             if now - self._last_up < _REGRET_TIME:

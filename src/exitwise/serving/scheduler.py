@@ -143,15 +143,16 @@ class Scheduler(Generic[State]):
         with self._condition:
             if self._closing:
                 raise ClosedError("the service is shutting down")
-            wait = self.load.predict_wait(self._pending)
+            wait, limit = self.load.predict_wait(self._pending), min(self._max_wait, timeout)
             if self._pending and self._pending + size > self._max_queue:
-                raise OverloadedError(f"the queue is full: {self._pending} images wait", wait)
-            limit = min(self._max_wait, timeout)
-            if wait > limit:
-                raise OverloadedError(
-                    f"the service is overloaded: the wait would be {1e3 * wait:.0f} ms, more than {1e3 * limit:.0f} ms",
-                    wait - limit,
-                )
+                message, retry_after = f"the queue is full: {self._pending} images wait", wait
+            elif wait > limit:
+                times = f"{1e3 * wait:.0f} ms, more than {1e3 * limit:.0f} ms"
+                message, retry_after = f"the service is overloaded: the wait would be {times}", wait - limit
+            else:
+                return
+            self.load.add_arrivals(self._clock(), size)  # refused requests are load, too
+        raise OverloadedError(message, retry_after)
 
     def policy_in_use(self) -> int:
         """Return the index of the policy that a request would get now, also after a pause without requests."""
@@ -206,16 +207,25 @@ class Scheduler(Generic[State]):
         """Run batches until the scheduler is closed and all samples are answered."""
         while True:
             with self._condition:
-                while not (waiting := [k for k, queue in enumerate(self._queues) if queue.length]):
+                while not any(queue.length for queue in self._queues):
                     if self._closing and not self._tickets:
                         self._condition.notify_all()  # other threads wait for samples of this one's last batch
                         return
                     self._condition.wait(timeout=1.0 if self._closing else None)
-                views = [QueueView(k, self._queues[k].length, self._queues[k].oldest) for k in waiting]
-                stage = self._choose(views, self._max_batch)
-                batch = self._take(stage)
-            if batch is not None:
-                self._run(stage, *batch)
+            self.run_next()
+
+    def run_next(self) -> bool:
+        """Run one batch in the calling thread, as a compute thread does; return False if no samples wait."""
+        with self._condition:
+            waiting = [k for k, queue in enumerate(self._queues) if queue.length]
+            if not waiting:
+                return False
+            views = [QueueView(k, self._queues[k].length, self._queues[k].oldest) for k in waiting]
+            stage = self._choose(views, self._max_batch)
+            batch = self._take(stage)
+        if batch is not None:
+            self._run(stage, *batch)
+        return True
 
     def _take(self, stage: int) -> tuple[State, ActiveSamples, float, MixedPolicies] | None:
         """Take a batch of a stage, choose the policies of new requests, and drop what cannot be answered in time."""
@@ -224,17 +234,18 @@ class Scheduler(Generic[State]):
         earliest_end = now + min(recent, default=0.0)
         expired: list[Ticket] = []
 
+        def is_live(number: int) -> bool:
+            ticket = self._tickets.get(number)
+            if ticket is not None and ticket.deadline < earliest_end:
+                expired.append(ticket)
+                self._forget(ticket)
+                return False
+            return ticket is not None
+
         def find_live(ids: Array) -> Array:
-            numbers, which = np.unique(split_ids(ids)[0], return_inverse=True)
-            live = np.zeros(len(numbers), dtype=bool)
-            for k, number in enumerate(numbers.tolist()):
-                ticket = self._tickets.get(number)
-                if ticket is not None and ticket.deadline < earliest_end:
-                    expired.append(ticket)
-                    self._forget(ticket)
-                elif ticket is not None:
-                    live[k] = True
-            return np.asarray(live[which])
+            numbers = split_ids(ids)[0].tolist()
+            live = {number: is_live(number) for number in dict.fromkeys(numbers)}
+            return np.array([live[number] for number in numbers], dtype=bool)
 
         batch = self._queues[stage].take(self.backend, self._max_batch, find_live)
         for ticket in expired:
@@ -242,22 +253,25 @@ class Scheduler(Generic[State]):
         if batch is None:
             return None
         state, samples, oldest = batch
-        index = self.load.update(now, self._pending)
-        numbers, which = np.unique(split_ids(samples.ids)[0], return_inverse=True)
-        policies: list[int] = []
-        recorded: list[int] = []
-        rules = self._policies
-        for number in numbers.tolist():
-            ticket = self._tickets[number]
-            if ticket.policy < 0:
+        self.load.update(now, self._pending)
+        # Batches are small: dicts are faster than `np.unique`, which takes as long as a stage needs for an image.
+        numbers = split_ids(samples.ids)[0].tolist()
+        tickets = {number: self._tickets[number] for number in numbers}
+        if new := [ticket for ticket in tickets.values() if ticket.policy < 0]:
+            index = self.load.choose(self._pending - new[0].size)
+            for ticket in new:
                 ticket.policy = index if ticket.max_policy is None else min(index, ticket.max_policy)
-            if ticket.recorder is None:
-                policies.append(ticket.policy)
-            else:
-                policies.append(len(rules))
+        rules = self._policies
+        chosen: dict[int, int] = {}
+        recorded: list[int] = []
+        for number, ticket in tickets.items():
+            chosen[number] = ticket.policy
+            if ticket.recorder is not None:
+                chosen[number] = len(rules)
                 rules = [*rules, ticket.recorder]
                 recorded += ticket.ids().tolist()
-        return state, samples, oldest, MixedPolicies(rules, np.asarray(policies)[which], recorded)
+        policies = np.array([chosen[number] for number in numbers])
+        return state, samples, oldest, MixedPolicies(rules, policies, recorded)
 
     def _run(self, stage: int, state: State, samples: ActiveSamples, oldest: float, rule: MixedPolicies) -> None:
         """Run a batch and distribute its answers; if it fails, run its samples one by one."""
@@ -308,8 +322,10 @@ class Scheduler(Generic[State]):
                 if len(active):
                     self._queues[stage + 1].add(state, active, oldest)
                 numbers, rows = split_ids(exited.ids)
-                for number in np.unique(numbers).tolist():
-                    mine = (numbers == number) & ~exited.non_finite
+                positions: dict[int, list[int]] = {}
+                for position in np.flatnonzero(~exited.non_finite).tolist():
+                    positions.setdefault(int(numbers[position]), []).append(position)
+                for number, mine in positions.items():
                     self._answer(number, rows[mine], exited.probs[mine], stage, finished)
                 for sample in exited.ids[exited.non_finite].tolist():
                     errors[sample] = f"exit {stage} gives probabilities that are not finite"

@@ -1,6 +1,7 @@
 """The server process: listens, drains on SIGTERM, and reloads the bundle on SIGHUP."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -171,6 +172,7 @@ async def _serve(
     ]
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
+    gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds
     for name, listener in zip(names, listeners, strict=True):
         host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
         shown = f"[{host}]" if ":" in str(host) else host

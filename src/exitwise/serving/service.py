@@ -31,7 +31,7 @@ T = TypeVar("T")
 _log = logging.getLogger("exitwise.serving")
 _NUM_DECODERS = 2  # threads that parse requests and decode images
 _WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
-_WAIT_SHARE = 0.6  # of the latency objective that a request may wait; the rest is for computing it
+_WAIT_SHARE = 0.4  # of the latency objective that a request may wait; the rest is for computing it
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 
@@ -254,9 +254,7 @@ class Service:
         arrays = images.values() if isinstance(images, Mapping) else [images]
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
-        rows = await _wait(ticket, receive)
-        self.update_metrics()
-        return rows
+        return await _wait(ticket, receive)
 
     def update_metrics(self) -> None:
         """Record queue lengths and the policy in use."""
