@@ -66,10 +66,11 @@ _HF_SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "esm": {"emb_layer_norm_before": True, "mask_token_id": 4, "position_embedding_type": "rotary"},
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "xlnet": {"max_position_embeddings": None},
     "imagegpt": {"num_labels": CLASSES, "n_positions": 64, "vocab_size": 50},
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
     "big_bird": {"attention_type": "original_full"},
-    "efficientnet": {"image_size": 64, "width_coefficient": 0.5, "hidden_dim": 1280},
+    "efficientnet": {"image_size": 64, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280},
 }
 _KEEP_SIZES = {
     *("bit", "convnext", "convnextv2", "cvt", "donut-swin", "efficientnet", "focalnet", "hgnet_v2", "hiera", "levit"),
@@ -141,16 +142,30 @@ def _build_transformers(kind: str, num_classes: int) -> tuple[nn.Module, Any, li
         sizes = {"num_labels": num_classes, "vision_config": {**small, "image_size": 32, "patch_size": 8}}
     config = transformers.AutoConfig.for_model(kind, **sizes)
     if kind in HF_IMAGES:
-        module = transformers.AutoModelForImageClassification.from_config(config).eval()
+        module = _classifier_class(kind)(config).eval()
         if kind == "imagegpt":
             return module, {"input_ids": torch.randint(50, (1, 64))}, [64]
         size = 32 if kind not in _KEEP_SIZES else getattr(config, "image_size", None) or 224
         size = size if isinstance(size, int) else size[0]
         channels = getattr(config, "num_channels", 3)
         return module, {"pixel_values": torch.zeros(1, channels, size, size)}, [channels, size, size]
-    module = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    module = _classifier_class(kind)(config).eval()
     ids = torch.randint(5, config.vocab_size if hasattr(config, "vocab_size") else 100, (1, 32))
     return module, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, [32]
+
+
+def _classifier_class(kind: str) -> Any:
+    """Return transformers' class for classification, without a teacher where there are two."""
+    import transformers
+    from transformers.models.auto import modeling_auto as names
+
+    mapping = (
+        names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        if kind in HF_IMAGES
+        else names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    )
+    name = mapping[kind]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
 def draw_inputs(example: Any, samples: int) -> Any:
