@@ -10,6 +10,7 @@ tables of docs/networks.md are filled from the records; `--fill` does only that.
 """
 
 import argparse
+import fcntl
 import json
 import multiprocessing
 import resource
@@ -64,13 +65,17 @@ def sweep(names: Sequence[str], minutes: float, again: bool) -> None:
     import transformers  # noqa: F401
 
     known = load_records()
-    todo = [n for n in names or all_names() if n not in known or (again and (names or not known[n]["ok"]))]
-    for name in todo:
+    again_for = {n for n in known if again and (names or not known[n]["ok"])}
+    for name in names or all_names():
+        if name in load_records().keys() - again_for:  # another sweep may have added it
+            continue
         if time.monotonic() - start > 60 * minutes:
             break
         record = measure_apart(name)
         print(json.dumps({"name": name, **rounded(record)}), flush=True)
-        write_json(RESULTS, {"machine": machine(), "networks": {**load_records(), name: rounded(record)}})
+        with (Path(tempfile.gettempdir()) / "exitwise-zoo-sweep.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write_json(RESULTS, {"machine": machine(), "networks": {**load_records(), name: rounded(record)}})
 
 
 def all_names() -> list[str]:
