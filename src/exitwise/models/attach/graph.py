@@ -177,6 +177,11 @@ def trace_module(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> 
 
     Symbolic tracing enters PyTorch's modules that contain one of the submodules `at`.
     """
+    with _without_cache(module):
+        return _trace_or_export(module, inputs, at)
+
+
+def _trace_or_export(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     two = inputs.with_batch_size(PROBE_BATCH_SIZES[0])
     expected = list(iter_tensors(call_with_inputs(module, two)))
     try:
@@ -303,7 +308,7 @@ def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
     batch = torch.export.Dim("batch", min=1)
     bound = inspect.signature(module.forward).bind(*two.args, **two.kwargs)
     shapes = trees.tree_map(lambda value: {0: batch} if isinstance(value, Tensor) else None, dict(bound.arguments))
-    submodules = tuple(name for name, _ in module.named_modules() if name)
+    submodules = _find_preservable(module, two)
     with _silence_output():
         program = torch.export.export(
             module,
@@ -328,6 +333,38 @@ def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
     returned = trees.tree_unflatten(trees.tree_flatten(output.args[0])[0], program.call_spec.out_spec)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return TracedModule(graph_module, outputs, names, exported=True, returned=returned)
+
+
+def _find_preservable(module: nn.Module, inputs: ModuleInputs) -> tuple[str, ...]:
+    """Return the submodules whose calls the exporter can record: those that take and give tensors and numbers."""
+    refused: set[nn.Module] = set()
+
+    def check(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leaves = trees.tree_leaves((args, kwargs, output))
+        if not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
+            refused.add(part)
+
+    hooks = [part.register_forward_hook(check, with_kwargs=True) for name, part in module.named_modules() if name]
+    try:
+        call_with_inputs(module, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(name for name, part in module.named_modules() if name and part not in refused)
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Let a text model of transformers keep no keys and values for a next token, which a classifier does not have."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    try:
+        config.use_cache = False
+        yield
+    finally:
+        config.use_cache = True
 
 
 def _generalize_graph(graph: fx.Graph, values: Sequence[Any]) -> None:
