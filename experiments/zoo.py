@@ -191,7 +191,15 @@ def _draw(example: Tensor, samples: int, rng: torch.Generator) -> Tensor:
 
 
 def set_statistics(module: nn.Module, inputs: Any) -> None:
-    """Set the statistics of all BatchNorms to those of some inputs: with random ones, activations grow or vanish."""
+    """Make a random network answer like a trained one: other inputs, other logits.
+
+    The statistics of all BatchNorms become those of some inputs, because activations grow or vanish with random ones,
+    and scales of layers that begin at nearly zero become 0.3.
+    """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if 0 < float(parameter.abs().max()) < 2e-3 and parameter.numel() > 1:
+                parameter.fill_(0.3)
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import json
 import multiprocessing
+import re
 import resource
 import tempfile
 import time
@@ -131,6 +132,8 @@ def measure(name: str, sender: Connection) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             run_steps(name, record, begin, Path(folder))
     except BaseException as error:
+        while error.__cause__ is not None and not isinstance(error, ew.InputError):  # the exporter wraps errors
+            error = error.__cause__
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = "" if isinstance(error, ew.InputError) else f"{type(error).__name__}: "
         record["error"] = f"{kind}{lines[0]}"[:300]
@@ -196,9 +199,35 @@ def spread_logits(net: Any, inputs: Any) -> None:
                 exit.last.bias.zero_()
 
 
+LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}
+
+
 def filled(page: str) -> str:
     """The page with its tables made from the records."""
-    return fill_tables(page, {})
+    networks = load_records()
+    summary = [
+        "| library | networks tried | equal answers in ONNX | attach, median s | attach, longest s |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    failures = ["| network | step | what stopped it |", "|---|---|---|"]
+    for library, title in LIBRARIES.items():
+        records = {name: record for name, record in networks.items() if name.startswith(f"{library}:")}
+        good = sum(record["ok"] for record in records.values())
+        times = sorted(r["seconds"]["attach"] for r in records.values() if "attach" in r.get("seconds", {})) or [0.0]
+        share = f"{good} ({good / max(len(records), 1):.0%})"
+        summary.append(f"| {title} | {len(records)} | {share} | {times[len(times) // 2]:.1f} | {times[-1]:.1f} |")
+        failures += [
+            f"| `{name}` | {record['step']} | {describe_error(record['error'])} |"
+            for name, record in records.items()
+            if not record["ok"]
+        ]
+    return fill_tables(page, {"summary": "\n".join(summary), "failures": "\n".join(failures)})
+
+
+def describe_error(error: str) -> str:
+    """One line for a table, without what belongs to a terminal."""
+    line = re.sub(r"\x1b\[\d+m", "", error).replace("|", "/").replace("<", "&lt;").replace("*", "")
+    return line if len(line) <= 160 else line[:157] + "..."
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from other_libraries import require
 from paths import ROOT
 from small_benchmark import small
 from torch import Tensor, nn
@@ -719,7 +720,7 @@ def test_inputs_of_another_kind_than_the_example_are_refused() -> None:
 
 
 def test_transformers() -> None:
-    hf = pytest.importorskip("transformers")
+    hf = require("transformers")
     small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
     bert = hf.BertForSequenceClassification(hf.BertConfig(**small, vocab_size=20, num_labels=3)).eval()
     vit = hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=32, patch_size=8, num_labels=4)).eval()

@@ -297,7 +297,7 @@ def inference_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_mem_pattern = memory_patterns
     options.log_severity_level = 3
-    # This fusion moves zeros around a map into a maximum pool, which pads with minus infinity instead (onnxruntime 1.31).
+    # It moves zeros around a map into a maximum pool, which pads with minus infinity instead (onnxruntime 1.31).
     disabled = ["Pad_Fusion"]
     try:
         return onnxruntime.InferenceSession(
