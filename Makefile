@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 export PYTHON
 
 .PHONY: demo test test-all test-soak fuzz test-kernels test-pythons wheel lint types
-.PHONY: benchmark docs screenshot experiments plain policies clean
+.PHONY: benchmark docs screenshot experiments plain policies networks clean
 
 demo: $(VENV)/core.ready
 	$(BIN)/python -m exitwise demo --out $(DEMO_RUN) --force
@@ -97,6 +97,10 @@ policies: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/certificates.py
 	nice -n 19 $(BIN)/python experiments/drift.py $(CIFAR100)
 	$(BIN)/python experiments/tables.py
+
+# An hour, and goes on where it was interrupted: networks of timm, torchvision and transformers, from attach to ONNX.
+networks: $(VENV)/dev.ready
+	nice -n 19 $(BIN)/python experiments/zoo_sweep.py
 
 $(VENV)/core.ready: pyproject.toml constraints.txt
 	@tools/set-up $(VENV) core

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from other_libraries import require
 from paths import ROOT
 from small_benchmark import small
 from torch import Tensor, nn
@@ -648,10 +649,7 @@ def boxes(m: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 DICT, LONG, EXP = (Net(run) for run in (lambda m, y: {"y": y}, lambda m, y: y.long(), lambda m, y: y.exp()))
-WEIGHT = {"weight": nn.Parameter(torch.ones(8))}
 NESTED = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 8), nn.Linear(8, 2)).eval()
-TIED = plain(chain)
-TIED.c.weight = TIED.b.weight
 STATISTICS = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)).eval()
 DROPS = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
 LOOKS = Net(lambda m, x: m.fc(m.encoder(m.a(x), mask=torch.zeros(9, 9))[:, 0]), **ENCODING).eval()
@@ -670,8 +668,6 @@ refused("needs `exits`, a whole number of at least 2, but got 1", sequence(), at
 refused("`exits` is 9, which needs 8 cuts, but the module can be cut at 1 places", NESTED, at="auto", exits=9)
 refused("'b', which runs 2 times", plain(lambda m, x: m.fc(m.b(m.b(m.a(x))))), "b")
 refused("'c', which the module's forward never calls", plain(lambda m, x: m.fc(m.b(m.a(x)))), "c")
-refused("c.weight is used on both sides of the cut after 'b'", TIED, "b")
-refused("^weight is used on both sides", plain(lambda m, x: m.fc(m.b(m.a(x) * m.weight) * m.weight), **WEIGHT), "b")
 refused("'d', whose output is a dict", plain(lambda m, x: m.fc(m.d(m.a(x))["y"]), d=DICT), "d")
 refused("can read the output of 'd', int64", plain(lambda m, x: m.fc(m.a(x) + m.d(m.a(x))), d=LONG), "d")
 refused("is the same for all samples", plain(lambda m, x: m.fc(m.a(x) + m.d(m.b.bias)), d=EXP), "d")
@@ -724,7 +720,7 @@ def test_inputs_of_another_kind_than_the_example_are_refused() -> None:
 
 
 def test_transformers() -> None:
-    hf = pytest.importorskip("transformers")
+    hf = require("transformers")
     small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
     bert = hf.BertForSequenceClassification(hf.BertConfig(**small, vocab_size=20, num_labels=3)).eval()
     vit = hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=32, patch_size=8, num_labels=4)).eval()

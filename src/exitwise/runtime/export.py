@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.ensembles import ENSEMBLES
@@ -269,7 +270,8 @@ def _write_graph(
     """Export a module as a graph for batches of any size; `variadic` if its forward is `forward(*inputs)`."""
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
-    with _silence_exporter():
+    # Other kernels of attention give another memory layout than the operations that the exporter replaces them by.
+    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH):
         torch.onnx.export(
             module.eval(),
             tuple(inputs),

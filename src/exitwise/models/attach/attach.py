@@ -1,26 +1,27 @@
 """Attach exits to a module: its layers become stages, each cut gets a small head, its classifier is the last exit."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from exitwise.core import nested
 from exitwise.core.checks import is_integer
 from exitwise.core.errors import InputError, first_line
-from exitwise.models.attach.cut import HeadInput, cut_module, find_last_layer
+from exitwise.models.attach.choose import cut_at_equal_cost, trace_layers
+from exitwise.models.attach.cut import HeadInput, cut_module
 from exitwise.models.attach.graph import (
     PROBE_BATCH_SIZES,
     ModuleInputs,
-    TracedModule,
     bitwise_equal,
     call_with_inputs,
+    disable_attention_fast_path,
+    is_close,
     iter_tensors,
     trace_module,
 )
+from exitwise.models.attach.last_layer import LastLayer, find_last_layer
 from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.net import Head, MultiExitNet
 
@@ -82,13 +83,16 @@ def attach(
         inputs = ModuleInputs.of(_guess_input(module) if example_inputs is None else example_inputs)
         _check_inputs(inputs)
         if names is None:
-            traced, names = _choose_cuts(module, inputs, exits or 0, num_classes)
+            traced = trace_layers(module, inputs)
+            last = find_last_layer(module, traced, inputs, num_classes)
+            names, cut = cut_at_equal_cost(module, traced, inputs, last, exits or 0)
         else:
             traced = trace_module(module, inputs, names)
-        cut = cut_module(module, traced, names, inputs, num_classes)
-        heads = [*_make_heads(head, names, cut.head_inputs, cut.last.out_features), Head(nn.Identity(), cut.last)]
+            last = find_last_layer(module, traced, inputs, num_classes)
+            cut = cut_module(module, traced, names, inputs, last)
+        heads = [*_make_heads(head, names, cut.head_inputs, last.layer.out_features), Head(nn.Identity(), last.layer)]
         net = MultiExitNet(cut.stages, heads, _make_spec(module, names, head)).eval()
-        _check_stages(net, module, inputs, traced.exported)
+        _check_stages(net, module, inputs, last, traced.exported)
     return net
 
 
@@ -108,10 +112,11 @@ def split_classifier(module: nn.Module, example_inputs: Any) -> tuple[nn.Module,
         inputs = ModuleInputs.of(example_inputs)
         _check_inputs(inputs)
         traced = trace_module(module, inputs, ())
-        cut = cut_module(module, traced, (), inputs, None)
-        net = MultiExitNet(cut.stages, [Head(nn.Identity(), cut.last)])
-        _check_stages(net, module, inputs, traced.exported)
-    return cut.stages[0], cut.last
+        last = find_last_layer(module, traced, inputs, None)
+        cut = cut_module(module, traced, (), inputs, last)
+        net = MultiExitNet(cut.stages, [Head(nn.Identity(), last.layer)])
+        _check_stages(net, module, inputs, last, traced.exported)
+    return cut.stages[0], last.layer
 
 
 def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
@@ -271,45 +276,42 @@ def _choose_pool_size(channels: int, map_shape: Sequence[int]) -> int:
 # -- checks of the stages
 
 
-def _check_stages(net: MultiExitNet, module: nn.Module, inputs: ModuleInputs, exported: bool) -> None:
+def _check_stages(net: MultiExitNet, module: nn.Module, inputs: ModuleInputs, last: LastLayer, exported: bool) -> None:
     """Raise `InputError` unless the last exit reproduces the module's output, also after some samples exited."""
     many = inputs.with_batch_size(len(net.stages) + REMAINING_SAMPLES)
     if any(tensor.is_meta for tensor in many.tensors):
         return
     features = run_full_batch(net.stages, many)
-    if not _reproduces_module(net.exits[-1], features, module, many, exported):
+    if not _reproduces_module(net.exits[-1], features, module, many, last, exported):
         raise InputError(
             "the stages do not reproduce the module's output: its forward does something that tracing cannot record, "
             "such as drawing random numbers"
         )
     remaining_features, remaining = run_shrinking_batch(net.stages, many)
-    if not _is_close(remaining_features, features[remaining]):
+    if not is_close(remaining_features, features[remaining]):
         raise InputError(
             "the module mixes the samples of a batch, or changes in place a value that crosses a cut: "
             "its output for a sample depends on the other samples"
         )
 
 
-def _is_close(values: Tensor, reference: Tensor) -> bool:
-    """Return whether tensors of equal shape agree up to rounding, relative to the largest finite value."""
-    tolerance, finite = torch.finfo(values.dtype).eps ** 0.5, reference[reference.isfinite()].abs()
-    atol = tolerance * float(finite.max()) if len(finite) else 0
-    return torch.allclose(values, reference, rtol=tolerance, atol=atol, equal_nan=True)
-
-
-def _reproduces_module(head: Head, features: Tensor, module: nn.Module, inputs: ModuleInputs, exported: bool) -> bool:
-    """Return whether `features` and their logits are those of the module.
+def _reproduces_module(
+    head: Head, features: Tensor, module: nn.Module, inputs: ModuleInputs, last: LastLayer, exported: bool
+) -> bool:
+    """Return whether `features` and their logits are those of the module, up to rounding if its layers are folded.
 
     PyTorch's attention has a fast path that differs in the last bits. An exported graph does not have it.
     """
+    if last.folded:
+        return any(is_close(head(features), output) for output in iter_tensors(call_with_inputs(module, inputs)))
     module_features: list[Tensor] = []
     hook = head.last.register_forward_pre_hook(
         lambda _, *arguments: module_features.extend(iter_tensors(arguments)), with_kwargs=True
     )
     try:
         outputs = list(iter_tensors(call_with_inputs(module, inputs)))
-        if exported and any(_is_close(x, features) for x in module_features if x.shape == features.shape):
-            with _disable_attention_fast_path():
+        if exported and any(is_close(x, features) for x in module_features if x.shape == features.shape):
+            with disable_attention_fast_path():
                 outputs += iter_tensors(call_with_inputs(module, inputs))
     finally:
         hook.remove()
@@ -317,75 +319,3 @@ def _reproduces_module(head: Head, features: Tensor, module: nn.Module, inputs: 
     return any(bitwise_equal(output, logits) for output in outputs) and (
         not module_features or any(bitwise_equal(x, features) for x in module_features)
     )
-
-
-@contextmanager
-def _disable_attention_fast_path() -> Iterator[None]:
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-# -- cuts of about equal cost
-
-
-def _choose_cuts(
-    module: nn.Module, inputs: ModuleInputs, exits: int, classes: int | None
-) -> tuple[TracedModule, list[str]]:
-    """Return the graph and the names of submodules after about equal shares of the cost, with few live values."""
-    layers = [name for name, part in module.named_modules() if isinstance(part, nn.TransformerEncoderLayer)]
-    try:
-        traced = trace_module(module, inputs, layers)
-    except InputError:  # an encoder that cannot be cut inside
-        traced = trace_module(module, inputs, ())
-    nodes = list(traced.module.graph.nodes)
-    end, _ = find_last_layer(module, traced, classes)
-    costs: dict[fx.Node, int] = {}  # cumulative
-    readable: set[fx.Node] = set()  # outputs that a built-in head can read
-
-    class Counter(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            with FlopCounterMode(display=False) as counter:
-                result = super().run_node(n)
-            costs[n] = next(reversed(costs.values()), 0) + counter.get_total_flops()
-            if isinstance(result, Tensor) and result.is_floating_point() and 2 <= result.dim() <= 5:
-                readable.add(n)
-            return result
-
-    with _disable_attention_fast_path():  # its products are not counted
-        Counter(traced.module).run(*traced.select_inputs(inputs.with_batch_size(PROBE_BATCH_SIZES[0])))
-    position = {node: i for i, node in enumerate(nodes)}
-    last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
-
-    def count_live(cut: fx.Node) -> int:
-        i = position[cut]
-        return sum(position[node] <= i < last_use[node] for node in nodes if node.op not in ("get_attr", "output"))
-
-    names: dict[fx.Node, str] = {}
-    for name, calls in sorted(traced.outputs.items(), key=lambda item: -len(item[0])):  # the shortest name wins
-        node = calls[0] if len(calls) == 1 else None
-        if isinstance(node, fx.Node) and node in readable and 0 < costs[node] < costs[end]:
-            names[node] = name
-    best: dict[int, tuple[int, fx.Node]] = {}  # by cost: the fewest live values, and the last node that has them
-    for node in sorted(names, key=position.__getitem__):
-        num_live = count_live(node)
-        if costs[node] not in best or num_live <= best[costs[node]][0]:
-            best[costs[node]] = (num_live, node)
-    candidates = sorted(best)
-    if len(candidates) < exits - 1:
-        raise InputError(
-            f"`exits` is {exits}, which needs {exits - 1} cuts, but the module can be cut at {len(candidates)} places"
-        )
-    chosen: list[str] = []
-    start = 0
-    for j in range(1, exits):
-        index = min(
-            range(start, len(candidates) - (exits - 1 - j)),
-            key=lambda i: abs(candidates[i] / costs[end] - j / exits) + 0.05 * (best[candidates[i]][0] - 1),
-        )
-        chosen.append(names[best[candidates[index]][1]])
-        start = index + 1
-    return traced, chosen

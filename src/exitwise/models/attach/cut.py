@@ -7,18 +7,24 @@ compacted; the other values are passed on unchanged.
 """
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as trees
 
 from exitwise.core.checks import suggest
-from exitwise.core.errors import InputError, first_line
-from exitwise.models.attach.graph import BUILD_STAGES_HINT, PROBE_BATCH_SIZES, ModuleInputs, TracedModule
+from exitwise.core.errors import InputError
+from exitwise.models.attach.graph import (
+    BUILD_STAGES_HINT,
+    PROBE_BATCH_SIZES,
+    ModuleInputs,
+    TracedModule,
+    record_values,
+)
+from exitwise.models.attach.last_layer import LastLayer
 from exitwise.models.attach.stages import (
     FirstStage,
     LaterStage,
@@ -55,11 +61,28 @@ class CutModule:
 
     stages: tuple[nn.Module, ...]
     head_inputs: tuple[HeadInput, ...]
-    last: nn.Linear
+    last: LastLayer
+
+
+class CutError(InputError):
+    """A module cannot be cut after one of the submodules; `cut` is its name."""
+
+    def __init__(self, cut: str, message: str) -> None:
+        super().__init__(message)
+        self.cut = cut
+
+
+@contextmanager
+def _naming(cut: Cut) -> Iterator[None]:
+    """Raise an `InputError` as one of this cut."""
+    try:
+        yield
+    except InputError as error:
+        raise CutError(cut.name, str(error)) from None
 
 
 def cut_module(
-    module: nn.Module, traced: TracedModule, at: Sequence[str], inputs: ModuleInputs, classes: int | None
+    module: nn.Module, traced: TracedModule, at: Sequence[str], inputs: ModuleInputs, last: LastLayer
 ) -> CutModule:
     """Cut a module into stages that end after the submodules `at`, and one up to the features of its last layer.
 
@@ -68,23 +91,27 @@ def cut_module(
     graph = traced.module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     cuts = _sort_cuts([_find_cut(module, traced, name) for name in at], position)
-    features, last = find_last_layer(module, traced, classes)
-    if cuts and position[cuts[-1].node] >= position[features]:
+    features = last.features
+    if cuts and (position[cuts[-1].node] >= position[features] or cuts[-1].node in last.replaced):
         raise InputError(
             f"`at` names {cuts[-1].name!r}, but only the last layer follows it: there is nothing to cut off"
         )
     bounds = [*(position[cut.node] for cut in cuts), position[features]]
-    body = [node for node in graph.nodes if node.op not in ("placeholder", "output") and position[node] <= bounds[-1]]
+    body = [
+        node
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output") and position[node] <= bounds[-1] and node not in last.replaced
+    ]
     stage_of = {node: next(j for j, bound in enumerate(bounds) if position[node] <= bound) for node in body}
-    _check_weights_unshared(traced, stage_of, last, cuts)
     live = [_live_nodes(graph, stage_of, j, cut.node) for j, cut in enumerate(cuts)]
     two, three = (
-        _record_values(traced, inputs.with_batch_size(size), {features, *chain(*live)}) for size in PROBE_BATCH_SIZES
+        record_values(traced, inputs.with_batch_size(size), {features, *chain(*live)}) for size in PROBE_BATCH_SIZES
     )
-    _check_one_row_per_sample(two[features], three[features], last)
-    layouts = [
-        StateLayout({node.name: infer_kinds(node.name, two[node], three[node]) for node in nodes}) for nodes in live
-    ]
+    _check_one_row_per_sample(two[features], three[features], last.layer)
+    layouts = []
+    for cut, nodes in zip(cuts, live, strict=True):
+        with _naming(cut):
+            layouts.append(StateLayout({node.name: infer_kinds(node.name, two[node], three[node]) for node in nodes}))
     stages: list[nn.Module] = []
     for j, outputs in enumerate([*layouts, StateLayout({features.name: PerSample(0)})]):
         nodes = [node for node in body if stage_of[node] == j]
@@ -92,23 +119,31 @@ def cut_module(
         stages.append(
             LaterStage(subgraph, layouts[j - 1], outputs) if j else FirstStage(subgraph, traced.names, outputs)
         )
-    head_inputs = [_head_input(traced, cut, layout, two[cut.node]) for cut, layout in zip(cuts, layouts, strict=True)]
+    head_inputs = []
+    for cut, layout in zip(cuts, layouts, strict=True):
+        with _naming(cut):
+            head_inputs.append(_head_input(traced, cut, layout, two[cut.node]))
     return CutModule(tuple(stages), tuple(head_inputs), last)
 
 
 def _find_cut(module: nn.Module, traced: TracedModule, name: str) -> Cut:
-    """Return the cut after a submodule, which must be called once and give a tensor."""
+    """Return the cut after a submodule, which must give a tensor; "name@2" is its second call."""
     submodules = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
-    if name not in submodules:
+    path, _, number = name.partition("@")
+    if name not in submodules and (path not in submodules or not number.isdecimal()):
         hint = suggest(name, submodules, "`module.named_modules()` lists the names")
         raise InputError(f"`at` must name submodules, but there is no {name!r}; {hint}")
-    first_path = next(path for path, part in module.named_modules() if part is submodules[name])
+    first_path = next(first for first, part in module.named_modules() if part is submodules[path])
     calls = traced.outputs.get(first_path, ())
     if not calls:
-        raise InputError(f"`at` names {name!r}, which the module's forward never calls")
-    if len(calls) > 1:
-        raise InputError(f"`at` names {name!r}, which runs {len(calls)} times: a submodule before a cut must run once")
-    output = calls[0]
+        raise InputError(f"`at` names {path!r}, which the module's forward never calls")
+    if len(calls) > 1 and not number:
+        raise InputError(
+            f"`at` names {name!r}, which runs {len(calls)} times: '{name}@1' to '{name}@{len(calls)}' name its calls"
+        )
+    if number and not 1 <= int(number) <= len(calls):
+        raise InputError(f"`at` names {name!r}, but {path!r} runs {len(calls)} times")
+    output = calls[int(number) - 1 if number else 0]
     if isinstance(output, list | tuple) and output:
         output = output[0]  # attention layers also return their weights
     if not isinstance(output, fx.Node) or output.op == "placeholder":
@@ -126,85 +161,6 @@ def _sort_cuts(cuts: Sequence[Cut], position: Mapping[fx.Node, int]) -> list[Cut
     return cuts
 
 
-def find_last_layer(module: nn.Module, traced: TracedModule, classes: int | None) -> tuple[fx.Node, nn.Linear]:
-    """Return the node of the features that the last layer reads, and the layer, whose output the module returns."""
-    output = next(node for node in traced.module.graph.nodes if node.op == "output")
-    returned = [node for node in trees.tree_flatten(output.args[0])[0] if isinstance(node, fx.Node)]
-    # fx records a returned dataclass as a call of its class.
-    returned = [n for node in returned for n in (node.all_input_nodes if isinstance(node.target, type) else [node])]
-    candidates = [(node, layer) for node in returned if (layer := _find_linear(module, node)) is not None]
-    if not candidates:
-        ends = ", ".join(sorted({_describe_node(module, node) for node in returned})) or "no computed value"
-        raise InputError(
-            f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: multi-label nets, "
-            f"regressions, detectors and nets that return probabilities must be changed first"
-        )
-    sizes = [layer.out_features for _, layer in candidates]
-    fitting = [pair for pair in candidates if classes is None or pair[1].out_features == classes]
-    if not fitting:
-        raise InputError(f"`num_classes` is {classes}, but the module's last layer has {' and '.join(map(str, sizes))}")
-    if len(fitting) > 1:
-        hint = "pass `num_classes`" if len(set(sizes)) == len(sizes) else "it must return only one of them"
-        raise InputError(f"the module returns the outputs of {len(candidates)} linear layers, {sizes} classes: {hint}")
-    end, layer = fitting[0]
-    if layer.out_features < 2:
-        raise InputError(
-            "the module's last layer must have at least two classes, but has one output, as in a regression"
-        )
-    features = end.args[0] if end.args else end.kwargs["input"]
-    if not isinstance(features, fx.Node):
-        raise InputError("the module's last layer must read computed features, but reads a constant")
-    return features, layer
-
-
-def _find_linear(module: nn.Module, node: fx.Node) -> nn.Linear | None:
-    """Return the linear layer whose output a node is, or None."""
-    if node.op == "call_module":
-        layer = module.get_submodule(str(node.target))
-        return layer if isinstance(layer, nn.Linear) else None
-    if node.target not in (torch.ops.aten.linear.default, nn.functional.linear) or len(node.args) < 2:
-        return None
-    weight = node.args[1]
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
-        return None
-    layer = module.get_submodule(str(weight.target).rpartition(".")[0])
-    return layer if isinstance(layer, nn.Linear) else None
-
-
-def _describe_node(module: nn.Module, node: fx.Node) -> str:
-    if node.op == "call_module":
-        return f"a {type(module.get_submodule(str(node.target))).__name__}"
-    return str(getattr(node.target, "__name__", node.target))
-
-
-class _Recorder(fx.Interpreter):
-    """Interpreter that records copies of some nodes' values, as later operations may change them in place."""
-
-    def __init__(self, module: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
-        super().__init__(module)
-        self.values: dict[fx.Node, Any] = {}
-        self._nodes = nodes
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n in self._nodes:
-            self.values[n] = trees.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, result)
-        return result
-
-
-def _record_values(traced: TracedModule, inputs: ModuleInputs, nodes: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
-    """Run the graph and return the values of some nodes."""
-    recorder = _Recorder(traced.module, nodes)
-    try:
-        recorder.run(*traced.select_inputs(inputs))
-    except Exception as error:
-        size = len(inputs.tensors[0])
-        raise InputError(
-            f"the traced graph cannot run on a batch of {size}: {first_line(error)}; {BUILD_STAGES_HINT}"
-        ) from None
-    return recorder.values
-
-
 def _check_one_row_per_sample(two: Tensor, three: Tensor, last: nn.Linear) -> None:
     """Raise `InputError` unless the last layer reads one row of features per sample."""
     if [tuple(rows.shape) for rows in (two, three)] != [(size, last.in_features) for size in PROBE_BATCH_SIZES]:
@@ -213,30 +169,6 @@ def _check_one_row_per_sample(two: Tensor, three: Tensor, last: nn.Linear) -> No
             f"but gets {tuple(two.shape)} for {PROBE_BATCH_SIZES[0]} samples: "
             f"the first dimension must be the samples, and tokens must be pooled"
         )
-
-
-def _check_weights_unshared(
-    traced: TracedModule, stage_of: Mapping[fx.Node, int], last: nn.Linear, cuts: Sequence[Cut]
-) -> None:
-    """Raise `InputError` if two stages share weights: loading a checkpoint would make them two sets of weights."""
-    first_stage = {id(weight): len(cuts) for weight in last.parameters()}
-    for node, stage in stage_of.items():
-        if node.op == "call_module":
-            part = traced.module.get_submodule(str(node.target))
-            weights, stages = list(part.named_parameters(prefix=str(node.target))), {stage}
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(traced.module)
-            weights = [(str(node.target), value)] if isinstance(value, nn.Parameter) else []
-            stages = {stage_of[user] for user in node.users if user in stage_of}
-        else:
-            continue
-        for name, weight in weights:
-            users = {*stages, first_stage.setdefault(id(weight), min(stages, default=stage))}
-            if len(users) > 1:
-                cut = cuts[min(users)].name
-                raise InputError(
-                    f"{name} is used on both sides of the cut after {cut!r}: cut elsewhere, or {BUILD_STAGES_HINT}"
-                )
 
 
 def _live_nodes(graph: fx.Graph, stage_of: Mapping[fx.Node, int], j: int, end: fx.Node) -> list[fx.Node]:

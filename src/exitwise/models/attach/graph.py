@@ -6,7 +6,7 @@ import linecache
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -87,10 +87,53 @@ class TracedModule:
     outputs: Mapping[str, Sequence[Any]]
     names: tuple[str, ...]  # names of the inputs that are tensors
     exported: bool = False  # whether the graph consists of PyTorch's basic operations instead of the module's layers
+    returned: Any = None  # structure of the output, of nodes; that of the graph if None
 
     def select_inputs(self, inputs: ModuleInputs) -> list[Tensor]:
         """Return the tensors that the graph takes, in its order."""
         return [inputs.kwargs[name] for name in self.names] if inputs.kwargs else inputs.tensors
+
+    def returned_nodes(self) -> list[fx.Node]:
+        """Return the nodes that the module returns, only that of `logits` if there is a part of this name."""
+        output = next(node for node in self.module.graph.nodes if node.op == "output")
+        value = output.args[0] if self.returned is None else self.returned
+        if isinstance(value, fx.Node) and isinstance(value.target, type):  # fx records a dataclass as a call of it
+            names = [field.name for field in fields(value.target)] if is_dataclass(value.target) else []
+            value = {**dict(zip(names, value.args, strict=False)), **value.kwargs}
+        elif is_dataclass(value) and not isinstance(value, type | Mapping):
+            value = {field.name: getattr(value, field.name) for field in fields(value)}
+        if isinstance(value, Mapping) and isinstance(value.get("logits"), fx.Node):
+            return [value["logits"]]
+        nodes = trees.tree_flatten(dict(value) if isinstance(value, Mapping) else value)[0]
+        return list(dict.fromkeys(node for node in nodes if isinstance(node, fx.Node)))
+
+
+class _Recorder(fx.Interpreter):
+    """Interpreter that records copies of some nodes' values, as later operations may change them in place."""
+
+    def __init__(self, module: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
+        super().__init__(module)
+        self.values: dict[fx.Node, Any] = {}
+        self._nodes = nodes
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self._nodes:
+            self.values[n] = trees.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, result)
+        return result
+
+
+def record_values(traced: TracedModule, inputs: ModuleInputs, nodes: Collection[fx.Node]) -> Mapping[fx.Node, Any]:
+    """Run the graph and return the values of some nodes."""
+    recorder = _Recorder(traced.module, nodes)
+    try:
+        recorder.run(*traced.select_inputs(inputs))
+    except Exception as error:
+        size = len(inputs.tensors[0])
+        raise InputError(
+            f"the traced graph cannot run on a batch of {size}: {first_line(error)}; {BUILD_STAGES_HINT}"
+        ) from None
+    return recorder.values
 
 
 def call_with_inputs(module: nn.Module, inputs: ModuleInputs) -> Any:
@@ -120,11 +163,25 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def is_close(values: Tensor, reference: Tensor) -> bool:
+    """Return whether tensors agree up to rounding, relative to the largest finite value."""
+    if values.shape != reference.shape:
+        return False
+    tolerance, finite = torch.finfo(values.dtype).eps ** 0.5, reference[reference.isfinite()].abs()
+    atol = tolerance * float(finite.max()) if len(finite) else 0
+    return torch.allclose(values, reference, rtol=tolerance, atol=atol, equal_nan=True)
+
+
 def trace_module(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     """Return the graph of a module's forward: traced symbolically if that reproduces its outputs, or else exported.
 
     Symbolic tracing enters PyTorch's modules that contain one of the submodules `at`.
     """
+    with _without_cache(module):
+        return _trace_or_export(module, inputs, at)
+
+
+def _trace_or_export(module: nn.Module, inputs: ModuleInputs, at: Sequence[str]) -> TracedModule:
     two = inputs.with_batch_size(PROBE_BATCH_SIZES[0])
     expected = list(iter_tensors(call_with_inputs(module, two)))
     try:
@@ -251,7 +308,7 @@ def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
     batch = torch.export.Dim("batch", min=1)
     bound = inspect.signature(module.forward).bind(*two.args, **two.kwargs)
     shapes = trees.tree_map(lambda value: {0: batch} if isinstance(value, Tensor) else None, dict(bound.arguments))
-    submodules = tuple(name for name, _ in module.named_modules() if name)
+    submodules = _find_preservable(module, two)
     with _silence_output():
         program = torch.export.export(
             module,
@@ -272,8 +329,42 @@ def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
             nested_nodes = trees.tree_unflatten(output_nodes, entry.signature.out_spec)
             outputs.setdefault(entry.fqn.partition("@")[0], []).append(nested_nodes)
     _generalize_graph(graph, (*two.args, *two.kwargs.values()))
+    output = next(node for node in graph.nodes if node.op == "output")
+    returned = trees.tree_unflatten(trees.tree_flatten(output.args[0])[0], program.call_spec.out_spec)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return TracedModule(graph_module, outputs, names, exported=True)
+    return TracedModule(graph_module, outputs, names, exported=True, returned=returned)
+
+
+def _find_preservable(module: nn.Module, inputs: ModuleInputs) -> tuple[str, ...]:
+    """Return the submodules whose calls the exporter can record: those that take and give tensors and numbers."""
+    refused: set[nn.Module] = set()
+
+    def check(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leaves = trees.tree_leaves((args, kwargs, output))
+        if not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
+            refused.add(part)
+
+    hooks = [part.register_forward_hook(check, with_kwargs=True) for name, part in module.named_modules() if name]
+    try:
+        call_with_inputs(module, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(name for name, part in module.named_modules() if name and part not in refused)
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Let a text model of transformers keep no keys and values for a next token, which a classifier does not have."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    try:
+        config.use_cache = False
+        yield
+    finally:
+        config.use_cache = True
 
 
 def _generalize_graph(graph: fx.Graph, values: Sequence[Any]) -> None:
@@ -320,3 +411,14 @@ def _describe_failure(error: Exception) -> str:
         return first_line(error)
     file, number = user_line
     return f"`{linecache.getline(file, number).strip()}` ({Path(file).name}, line {number}): {first_line(error)}"
+
+
+@contextmanager
+def disable_attention_fast_path() -> Iterator[None]:
+    """Compute attention by the operations that an exported graph has."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)

@@ -1,0 +1,24 @@
+"""Libraries of networks, which tests need but exitwise does not."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+
+def experiment(name: str) -> ModuleType:
+    """Import a script of the experiments."""
+    folder = str(ROOT / "experiments")
+    sys.path.insert(0, folder)
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(folder)
+
+
+def require(package: str) -> Any:
+    """Import timm, torchvision or transformers, or skip the test."""
+    experiment("zoo").define_torchvision_operators()
+    return pytest.importorskip(package, reason=f"{package} is not installed: pip install -c constraints.txt {package}")
