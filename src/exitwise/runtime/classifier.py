@@ -19,7 +19,7 @@ from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.cascade import Cascade
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
-from exitwise.models.weights import check_state_dict, load_state, restore_on_error
+from exitwise.models.weights import check_rebuilt, check_state_dict, load_state, restore_on_error
 from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.family import PolicyFamily
@@ -49,7 +49,7 @@ class Classifier(nn.Module):
         costs: Cumulative cost (K,) of each exit, in the policy's unit. By default those of the policy, or MACs counted
             on the first call if it has none.
         classes: Names of the c classes.
-        preprocessing: Normalization of bytes; without it, images must be floats [default: that of a cascade].
+        preprocessing: Normalization of bytes; without it, images must be floats [default: the net's].
         check_range: Refuse floats that are plainly not normalized, if there is a `preprocessing`.
         sets: Prediction sets from `ew.fit_sets` with this policy: predictions then have `sets`.
         abstention: Abstention from `ew.fit_abstention` with this policy: predictions then have `abstained`.
@@ -111,8 +111,7 @@ class Classifier(nn.Module):
             classes = net.classes
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
-        if preprocessing is None and isinstance(net, Cascade):
-            preprocessing = net.preprocessing
+        preprocessing = net.preprocessing if preprocessing is None else preprocessing
         if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
             raise InputError(f"`preprocessing` must be a Preprocessing, but got {type(preprocessing).__name__}")
         self.net = net
@@ -245,9 +244,7 @@ class Classifier(nn.Module):
         if user_net is None and not isinstance(spec, dict):
             raise InputError("its net was not built from a preset: give it as `net`")
         if user_net is None:
-            with torch.device("meta"):  # a header can request any size: allocate nothing before the weights fit
-                meta_net = models.rebuild(spec)
-            check_state_dict(folding.optimize_for_cpu(meta_net) if optimized else meta_net, weights, "its net")
+            check_rebuilt(spec, weights, "its net", folding.optimize_for_cpu if optimized else None)
         net = models.rebuild(spec).eval() if user_net is None else user_net
         net = folding.optimize_for_cpu(net) if optimized else net
         weights = check_state_dict(net, weights, "its net")
