@@ -177,7 +177,8 @@ class Preprocessing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict; the defaults of `interpolation` and `squash` are left out."""
-        data: dict[str, Any] = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "margin": self.margin}
+        mean, std = list(self.mean), list(self.std)
+        data: dict[str, Any] = {"size": self.size, "mean": mean, "std": std, "margin": self.margin}
         if self.interpolation != BILINEAR:  # absent from former files
             data["interpolation"] = self.interpolation
         return {**data, "squash": True} if self.squash else data

@@ -139,7 +139,7 @@ class HeadTrainOptions:
 
     weights: Annotated[
         Path | None,
-        Option(help="Checkpoint to load into the net first.", show_default="pretrained ones, of timm:NAME and the like"),
+        Option(help="Checkpoint to load into the net first.", show_default="pretrained for timm:NAME and the like"),
     ] = None
     attach: Annotated[
         str | None,

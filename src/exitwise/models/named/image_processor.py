@@ -30,9 +30,7 @@ def preprocessing_of(name: str, processor: Any) -> Preprocessing:
     mean = np.broadcast_to(settings.get("image_mean") or 0.0, 3) if normalizes else np.zeros(3)
     std = np.broadcast_to(settings.get("image_std") or 1.0, 3) if normalizes else np.ones(3)
     interpolation = _interpolation(settings.get("resample"))
-    preprocessing = Preprocessing(
-        size, tuple(mean / factor), tuple(std / factor), scaled / size, interpolation, squash
-    )
+    preprocessing = Preprocessing(size, tuple(mean / factor), tuple(std / factor), scaled / size, interpolation, squash)
     _check(name, processor, preprocessing)
     return preprocessing
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitwise.core.errors import InputError, first_line, shorten
+from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
 
 

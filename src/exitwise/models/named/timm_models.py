@@ -79,7 +79,8 @@ def _find_config(timm: ModuleType, name: str) -> dict[str, Any]:
     if tag:
         tags = [known.partition(".")[2] for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
         if tag not in tags:
-            raise InputError(f"timm has no weights {tag!r} of {architecture}; {suggest(tag, tags) if tags else 'it has none'}")
+            hint = suggest(tag, tags) if tags else "it has none"
+            raise InputError(f"timm has no weights {tag!r} of {architecture}; {hint}")
     return _config(timm, name)
 
 

@@ -3,7 +3,8 @@
 Only configurations and tensors are read: code of a repository is never run, and pickled weights are refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +79,8 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
     example = example_images(preprocessing) if preprocessing is not None else _example_tokens(config)
     labels = [str(config.id2label.get(i)) for i in range(classes)] if own_classes else []
     named = tuple(labels) if labels and labels != [f"LABEL_{i}" for i in range(classes)] else None
-    commit = getattr(config, "_commit_hash", None)
-    return NamedModule(full_name, module.eval(), classes, spec, preprocessing, example, named, commit or revision or None)
+    commit = getattr(config, "_commit_hash", None) or revision or None
+    return NamedModule(full_name, module.eval(), classes, spec, preprocessing, example, named, commit)
 
 
 def rebuild(spec: Mapping[str, Any]) -> NamedModule:
@@ -168,18 +169,16 @@ def _example_tokens(config: Any) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-class _quiet:
-    """Hide the progress bars and reports of Transformers in a block."""
-
-    def __init__(self, transformers: Any) -> None:
-        self._logging = transformers.utils.logging
-
-    def __enter__(self) -> None:
-        self._verbosity, self._had_bars = self._logging.get_verbosity(), self._logging.is_progress_bar_enabled()
-        self._logging.set_verbosity_error()
-        self._logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        self._logging.set_verbosity(self._verbosity)
-        if self._had_bars:
-            self._logging.enable_progress_bar()
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Hide the progress bars and reports of Transformers in the block."""
+    logging = transformers.utils.logging
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
