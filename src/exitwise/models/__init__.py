@@ -4,7 +4,7 @@ from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
-from exitwise.models.named.build import build_named, check_named_size, is_named, list_named
+from exitwise.models.named.build import build_named, check_named_size, list_named
 from exitwise.models.named.module import NamedModule
 from exitwise.models.registry import (
     BUDGET_RANGES,
@@ -38,7 +38,6 @@ __all__ = [
     "config",
     "densenet",
     "family",
-    "is_named",
     "list",
     "list_named",
     "list_presets",

@@ -4,6 +4,7 @@ import re
 import struct
 import warnings
 import zipfile
+from argparse import Namespace  # holds the options of timm's training script, beside its weights
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -211,7 +212,7 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
     else:
         _check_uncompressed(path)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged or foreign file makes torch.load raise almost anything
             kind = type(error).__name__

@@ -48,10 +48,11 @@ def attach_to_named(named: NamedModule, images: ImageDataset, options: HeadTrain
         options: Where exits are attached.
         seed: Seed of the new heads.
     """
-    at: list[str] | str = options.attach or "auto"
-    exits = options.exits or (DEFAULT_EXITS if at == "auto" else None)
+    is_auto = options.attach in (None, "auto")
+    at = "auto" if is_auto else str(options.attach).split(",")
+    exits = options.exits if options.exits is not None or not is_auto else DEFAULT_EXITS
     with temporary_seed(seed):
-        net = attach_named(named, at if at == "auto" else at.split(","), exits=exits)
+        net = attach_named(named, at, exits=exits)
     if named.classes is not None and not options.last:
         _reorder_classes(net, [_fold(name) for name in named.classes], [_fold(name) for name in images.classes])
     return net

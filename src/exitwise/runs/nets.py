@@ -6,6 +6,7 @@ from functools import partial
 from exitwise import models
 from exitwise.core.errors import InputError
 from exitwise.models.macs import macs
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint
 from exitwise.runs.data import run_preprocessing
@@ -15,7 +16,7 @@ from exitwise.runs.run import Run
 
 def net_input_size(preset: str | None) -> int | None:
     """Return the image size of a preset, None for a net of the user's own. A mistyped name is an error."""
-    if models.is_named(preset):
+    if is_named(preset):
         raise InputError(f"{preset} has one exit: `exitwise train-heads --model {preset}` adds exits, and makes a run")
     return models.config(preset).input_shape[1] if preset else None
 

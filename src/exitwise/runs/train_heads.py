@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from exitwise import data, models
+from exitwise import data
 from exitwise.core.errors import InputError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
 from exitwise.data.images import ImageDataset
 from exitwise.models.attach.attach import attach
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.data import load_new_data
@@ -44,7 +45,7 @@ def train_heads_of_new_run(
     recipe, seed = _make_recipe(options), options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
-    named = build_named_for(str(preset), source, options, seed) if models.is_named(preset) else None
+    named = build_named_for(str(preset), source, options, seed) if is_named(preset) else None
     size = named.preprocessing.size if named is not None and named.preprocessing else net_input_size(preset)
     if preset and named is None and options.weights is None:
         raise InputError(f"train-heads needs a trained {preset}: give its weights with --weights")

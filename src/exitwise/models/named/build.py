@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from exitwise.core.checks import check_integer
-from exitwise.core.errors import InputError
+from exitwise.core.errors import InputError, shorten
 from exitwise.models.named import timm_models, torchvision_models, transformers_models
 from exitwise.models.named.module import NamedModule, check_forward, move_to_default_device
 
@@ -49,11 +49,13 @@ def build_named(
 
     Example:
         >>> import exitwise as ew
-        >>> try:
-        ...     ew.models.build_named("timm:resnet1818", weights=None)
-        ... except ew.InputError as error:
-        ...     print("one line")
-        one line
+        >>> named = ew.models.build_named("timm:resnet18", num_classes=10)  # doctest: +SKIP
+        >>> named.preprocessing.size, named.num_classes  # doctest: +SKIP
+        (224, 10)
+        >>> ew.models.build_named("resnet18")
+        Traceback (most recent call last):
+        ...
+        exitwise.core.errors.InputError: `name` must begin with timm:, torchvision: or hf:, but got 'resnet18'
     """
     library, own_name = _split(name)
     if num_classes is not None:
@@ -99,6 +101,14 @@ def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
     Args:
         spec: The spec, perhaps with an entry `attach`.
         num_values: Number of values of all tensors of the file.
+
+    Raises:
+        InputError: The network has far more weights, or the spec has invalid entries.
+
+    Example:
+        >>> import exitwise as ew
+        >>> spec = {"module": "timm:resnet18", "num_classes": 10, "attach": {"at": ["layer2"], "head": "mlp"}}
+        >>> ew.models.check_named_size(spec, 12_000_000)  # doctest: +SKIP
     """
     try:
         with torch.device("meta"):
@@ -116,8 +126,17 @@ def list_named(pattern: str) -> list[dict[str, Any]]:
     Args:
         pattern: A prefix and a pattern with * and ?, such as "timm:*convnext*".
 
+    Returns:
+        For each network a dict with its `name`, `input_shape`, `classes` (0 without a classifier), and whether there
+        are `pretrained` weights.
+
     Raises:
         InputError: The library is not installed, or no name matches.
+
+    Example:
+        >>> import exitwise as ew
+        >>> ew.models.list_named("timm:resnet1[48]")  # doctest: +SKIP
+        [{'name': 'timm:resnet14t', ...}, {'name': 'timm:resnet18', ...}]
     """
     library, own_pattern = _split(pattern)
     rows: list[dict[str, Any]] = library.list_models(own_pattern)
@@ -129,8 +148,7 @@ def list_named(pattern: str) -> list[dict[str, Any]]:
 def _split(name: object) -> tuple[ModuleType, str]:
     """Return the library of a name, and the name without its prefix."""
     if not is_named(name):
-        prefixes = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
-        raise InputError(f"the name of a network must be one of {prefixes}, but is {name!r}")
+        raise InputError(f"`name` must begin with timm:, torchvision: or hf:, but got {shorten(name)}")
     prefix, _, own_name = str(name).partition(":")
     if not own_name:
         raise InputError(f"{name!r} lacks the name after the colon: `exitwise models '{prefix}:*'` lists the names")

@@ -42,12 +42,17 @@ def _sizes(name: str, settings: Mapping[str, Any]) -> tuple[int, int, bool]:
     if short is not None and settings.get("crop_pct") is not None:
         return (short, short, True) if short >= _WARPED_FROM else (short, floor(short / settings["crop_pct"]), False)
     squash = short is None
-    sides = (size.get("height"), size.get("width")) if squash else (short, short)
-    cropped = (crop.get("height"), crop.get("width")) if crop else sides
-    is_square = sides[0] is not None and sides[0] == sides[1] and cropped[0] is not None and cropped[0] == cropped[1]
-    if not settings.get("do_resize", True) or not is_square or cropped[0] > sides[0] or (not squash and not crop):
+    side = _side(size) if squash else short
+    cropped = _side(crop) if crop else side if squash else None
+    if not settings.get("do_resize", True) or side is None or cropped is None or cropped > side:
         raise InputError(f"the image processor of {name} does not make square images: size {size}, crop {crop}")
-    return cropped[0], sides[0], squash
+    return cropped, side, squash
+
+
+def _side(size: Mapping[str, Any]) -> int | None:
+    """Return the side of a square size, None for another."""
+    height: int | None = size.get("height")
+    return height if height == size.get("width") else None
 
 
 def _interpolation(resample: Any) -> str:
