@@ -34,7 +34,7 @@ REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drop
 
 
 def attach(
-    module: nn.Module | str,
+    module: nn.Module | NamedModule | str,
     at: Sequence[str] | str = "auto",
     num_classes: int | None = None,
     head: str | MakeHead | Sequence[Head] = "mlp",
@@ -53,7 +53,7 @@ def attach(
     Args:
         module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c). Or
             the name of a classifier of another library: "timm:resnet50", "torchvision:resnet50" or
-            "hf:microsoft/resnet-18". The net then has its `preprocessing`.
+            "hf:microsoft/resnet-18"; or what `ew.models.build_named` made of one. The net then has its `preprocessing`.
         at: Names of submodules, or "auto" to choose cuts of about equal cost.
         num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
             name, another number than that of the pretrained weights makes a new last layer, which must be trained.
@@ -83,8 +83,9 @@ def attach(
         2
     """
     if isinstance(module, str):
-        named = build_named(module, num_classes, weights)
-        return attach_named(named, at, head, exits=exits)
+        module = build_named(module, num_classes, weights)
+    if isinstance(module, NamedModule):
+        return attach_named(module, at, head, exits=exits)
     if not isinstance(module, nn.Module):
         raise InputError(f"`module` must be an nn.Module, or the name of one, but got {type(module).__name__}")
     if any(part.training for part in module.modules()):
