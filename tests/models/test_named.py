@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torchvision_schemas import define_operators
 
 import exitwise as ew
@@ -275,6 +275,7 @@ def test_bad_names_are_one_line(
         ({"architectures": ["DetrForObjectDetection"]}, "is a DetrForObjectDetection, which detects or segments"),
         ({"problem_type": "regression"}, "is made for regression"),
         ({"id2label": {0: "value"}, "label2id": {"value": 0}, "num_labels": 1}, "one output, as a regression has"),
+        ({"architectures": ["ResNetModel"]}, "has no classifier"),
         ({"model_type": "t5"}, "is of type 't5', which has no classifier|could not be loaded"),
     ],
 )
@@ -302,6 +303,23 @@ def test_pickled_weights_of_a_repository_are_refused(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(ew.InputError, match=r"the pretrained weights of hf:.* could not be loaded"):
         ew.models.build_named(f"hf:{tmp_path}")
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_resnet(tmp_path)
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    save_file({key: value for key, value in state.items() if not key.startswith("classifier")}, file, {"format": "pt"})
+    with pytest.raises(ew.InputError, match=r"lack 'classifier\.1\.bias', which would be random"):
+        ew.models.build_named(f"hf:{tmp_path}")
+    assert ew.models.build_named(f"hf:{tmp_path}", 5).num_classes == 5
+    key = next(key for key in state if key.startswith("resnet.embedder"))
+    save_file({name: value for name, value in state.items() if name != key}, file, {"format": "pt"})
+    with pytest.raises(ew.InputError, match=r"lack 'resnet\.embedder"):
+        ew.models.build_named(f"hf:{tmp_path}", 5)
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 Only configurations and tensors are read: code of a repository is never run, and pickled weights are refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,8 +53,9 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
             ) from None
         kind = _kind(full_name, config)
         auto = getattr(transformers, kind)
-        classes = check_num_classes(full_name, num_classes, config.num_labels)
-        own_classes = classes == config.num_labels
+        is_classifier = any("Classification" in name for name in config.architectures or ())
+        classes = check_num_classes(full_name, num_classes, config.num_labels if is_classifier else 0)
+        own_classes = is_classifier and classes == config.num_labels
         if not own_classes:
             config.num_labels = classes
         preprocessing = None
@@ -62,8 +63,9 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
             preprocessing = _image_preprocessing(transformers, full_name, repository, options, image_size)
         if pretrained:
             with weight_errors(full_name), _quiet(transformers):
-                module = auto.from_pretrained(
+                module, info = auto.from_pretrained(
                     repository,
+                    output_loading_info=True,
                     config=config,
                     use_safetensors=True,
                     ignore_mismatched_sizes=not own_classes,
@@ -71,6 +73,7 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
                     dtype=torch.float32,
                     **options,
                 )
+            _check_complete(full_name, info["missing_keys"], None if own_classes else module.base_model_prefix)
         else:
             module = _from_config(transformers, full_name, config, kind)
     spec: dict[str, Any] = {"module": full_name, "config": _data_of(config.to_dict())}
@@ -123,6 +126,13 @@ def _kind(name: str, config: Any) -> str:
         if config.model_type in names:
             return kind
     raise InputError(f"{name} is of type {config.model_type!r}, which has no classifier of images or texts")
+
+
+def _check_complete(name: str, missing: Iterable[str], prefix: str | None) -> None:
+    """Raise `InputError` if weights are missing; with a `prefix`, only if they are of the base model of that name."""
+    lacks = sorted(key for key in missing if prefix is None or key.startswith(f"{prefix}."))
+    if lacks:
+        raise InputError(f"the weights of {name} lack {lacks[0]!r}, which would be random")
 
 
 def _from_config(transformers: Any, name: str, config: Any, kind: str) -> Any:
