@@ -39,12 +39,12 @@ def train_heads_of_new_run(
     """Create a run whose heads are trained on a frozen backbone; the run appears when the training is complete."""
     if options.attach is not None and net_options.function is not None:
         raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
-    if options.exits is not None and options.attach != "auto":
-        raise InputError("--exits is for --attach auto")
     dataset = data.get_dataset(str(source.data))
     recipe, seed = _make_recipe(options), options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
+    if options.exits is not None and (options.attach or ("auto" if is_named(preset) else None)) != "auto":
+        raise InputError("--exits is for --attach auto")
     named = build_named_for(str(preset), source, options, seed) if is_named(preset) else None
     size = named.preprocessing.size if named is not None and named.preprocessing else net_input_size(preset)
     if preset and named is None and options.weights is None:

@@ -23,7 +23,8 @@ from exitwise.models.named.hub_access import offline_without_network
 from exitwise.models.net import MultiExitNet
 from exitwise.runtime.model_card import CardContents, write_card
 
-CONFIG, ADAPTER_FILE, CLASSIFIER_FILE, BUNDLE = "config.json", "adapter.safetensors", "classifier.safetensors", "bundle"
+CONFIG, CARD, BUNDLE = "config.json", "README.md", "bundle"
+ADAPTER_FILE, CLASSIFIER_FILE = "adapter.safetensors", "classifier.safetensors"
 FORMAT, ADAPTER, VERSION = "exitwise.pretrained", "exitwise.adapter", 1
 
 
@@ -89,7 +90,8 @@ def save(classifier: Shareable, folder: Path, whole: bool | None, bundle: bool, 
     if bundle:
         classifier.export(folder / BUNDLE, force=True)
     write_json(folder / CONFIG, config)
-    write_card(folder / "README.md", config, contents)
+    if not (folder / CARD).exists():  # perhaps edited by hand
+        write_card(folder / CARD, config, contents)
 
 
 def load(

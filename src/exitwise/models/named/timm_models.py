@@ -11,6 +11,7 @@ from typing import Any
 from exitwise.core.checks import suggest
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.models.named.hub_access import offline_without_network
 from exitwise.models.named.module import (
     NamedModule,
     build_errors,
@@ -42,7 +43,7 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
     if image_size is not None and image_size != config["input_size"][-1] and config.get("fixed_input_size"):
         arguments["img_size"] = image_size
     if pretrained:
-        with weight_errors(full_name):
+        with weight_errors(full_name), offline_without_network():
             module = timm.create_model(name, pretrained=True, **arguments)
     else:
         with build_errors(full_name):
