@@ -1,6 +1,7 @@
 """The pages for new users: every command on them runs, in order, on a folder of images."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from command import Command
 from paths import ROOT
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
+from torchvision_schemas import define_operators
 
+import exitwise as ew
 from exitwise import data
 
 pytestmark = pytest.mark.slow
@@ -85,10 +89,42 @@ def test_network_guide_leads_from_a_module_to_a_bundle_and_a_report(
     assert follow(page, tmp_path, exitwise) == ["train-heads", *LATER_STEPS]
 
 
-def trained(module: nn.Module) -> nn.Module:
+def test_guide_leads_from_a_timm_network_to_a_bundle_in_five_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
+) -> None:
+    """Without Python, at a smaller size than the network's own."""
+    pytest.importorskip("timm")
+    define_operators()
+    monkeypatch.chdir(tmp_path)
+    named = ew.models.build_named("timm:resnet18", 3, weights=None, image_size=64)
+    assert named.preprocessing is not None
+    save_file(trained(named.module, named.preprocessing).state_dict(), "weights.safetensors")
+    photos(Path("photos"))
+    page = (DOCS / "guides" / "named.md").read_text(encoding="utf-8")
+    results = {}
+    for words in commands(page):
+        smaller = ["--image-size", "64", "--epochs", "5"] if words[0] == "train-heads" else []
+        done = exitwise(*words, *smaller)
+        assert done.status == 0, done.err
+        results[words[0]] = done
+    assert list(results) == ["train-heads", "collect", "evaluate", "export", "predict"]
+    assert "normalized with mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in results["train-heads"].err
+    for file in (Path("runs/early/run.json"), Path("runs/bundle/manifest.json")):  # the same everywhere
+        contents = json.loads(file.read_text())
+        look = contents["preprocessing"] if file.name == "manifest.json" else contents["data"]["preprocessing"]
+        assert ew.Preprocessing.from_dict(look) == named.preprocessing
+    rows = list(csv.DictReader(results["predict"].out.splitlines()))
+    assert sum(row["label"] == "cat" for row in rows) > 0.9 * len(rows) > 100
+    assert exitwise("report", "runs/early").status == 0
+
+
+def trained(module: nn.Module, preprocessing: ew.Preprocessing | None = None) -> nn.Module:
     """Train on the same images in a simple loop."""
     photos(Path("before"))
     dataset = data.load("folder:before", size=32)[0]
+    if preprocessing is not None:
+        dataset = dataset.with_preprocessing(preprocessing)
+    module.train()
     images, labels, _ = next(iter(data.Batches(dataset, len(dataset))))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(3):

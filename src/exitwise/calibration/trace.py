@@ -149,7 +149,8 @@ class Trace:
 
     def __repr__(self) -> str:
         test = f", {len(self.test)} test" if self.test else ""
-        name = self.preset or ("cascade" if "cascade" in (self.model or {}) else "own net")
+        spec = self.model or {}
+        name = self.preset or spec.get("module") or ("cascade" if "cascade" in spec else "own net")
         return f"Trace({name}, {self.num_exits} exits, {self.num_classes} classes, {len(self.val)} val{test} samples)"
 
     def hold_out(self, share: float = 0.5, seed: int | torch.Generator = 0) -> tuple["Trace", Split]:

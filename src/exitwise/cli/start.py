@@ -63,10 +63,22 @@ def demo(
     return None
 
 
-def models(as_json: JsonOption = False) -> None:
-    """List the model presets."""
+def models(
+    names: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATTERN",
+            help="List networks of another library: 'timm:*conv*' or 'torchvision:*'.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the model presets, or the networks of timm or torchvision whose names match a pattern."""
     from exitwise import models
 
+    if names is not None:
+        return _list_named(names, as_json)
     configs = {name: models.config(name) for name in models.list_presets()}
     if as_json:
         described = {
@@ -84,4 +96,18 @@ def models(as_json: JsonOption = False) -> None:
         exits = f"{config.exits} exit{'s' * (config.exits > 1)}"
         family = models.family(name).name
         print(f"{name:22}  {family:8}  {exits:7}  images {size:9}  {config.num_classes:4} classes")
+    return None
+
+
+def _list_named(pattern: str, as_json: bool) -> None:
+    from exitwise import models
+
+    rows = models.list_named(pattern)
+    if as_json:
+        return print_json(models=rows)
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        size = "x".join(map(str, row["input_shape"]))
+        classes = f"{row['classes']:5} classes" if row["classes"] else "no classifier"
+        print(f"{row['name']:{width}}  images {size:9}  {classes}{'' if row['pretrained'] else '  no weights'}")
     return None

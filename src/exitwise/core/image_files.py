@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exitwise.core.cropping import crop_center
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 from exitwise.core.preprocessing import Preprocessing
@@ -77,7 +76,7 @@ def decode_image(data: bytes, preprocessing: Preprocessing, max_pixels: int, nam
 
 def _to_pixels(image: "Image.Image", preprocessing: Preprocessing) -> Array:
     image = image.convert("L") if len(preprocessing.mean) == 1 else image
-    pixels = np.asarray(crop_center(image, preprocessing.size, preprocessing.margin))
+    pixels = np.asarray(preprocessing.crop(image))
     return np.array(np.atleast_3d(pixels).transpose(2, 0, 1), order="C")  # a writable copy
 
 

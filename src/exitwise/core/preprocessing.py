@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from exitwise.core.checks import check_integer, check_number
-from exitwise.core.cropping import crop_center
+from exitwise.core.checks import check_bool, check_choice, check_integer, check_number
+from exitwise.core.cropping import BILINEAR, INTERPOLATIONS, crop_center
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 Pixels = TypeVar("Pixels", Array, "Tensor")
@@ -50,13 +51,16 @@ def normalize(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Pi
 class Preprocessing:
     """Conversion of images to the float32 input (n, channels, size, size) of a net.
 
-    An image of another size is scaled so that its short side is `margin * size`; then its center is cropped.
+    An image of another size is scaled so that its short side is `margin * size`; then its center is cropped. An image
+    of this size is taken as it is.
 
     Args:
         size: Height and width of the input, in pixels.
         mean: Mean of each of 1 or 3 channels, for values in 0..1.
         std: Standard deviation of each channel, for values in 0..1.
         margin: Short side of the scaled image relative to `size`, from 1 to 10.
+        interpolation: Filter that scales images: "bilinear", "bicubic", "lanczos", "nearest", "box" or "hamming".
+        squash: Scale both sides to `margin * size`, whatever the shape of the image.
 
     Raises:
         InputError: If an argument is out of range.
@@ -72,6 +76,8 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     margin: float = 1.0
+    interpolation: str = BILINEAR
+    squash: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -86,6 +92,8 @@ class Preprocessing:
         object.__setattr__(self, "std", std)
         object.__setattr__(self, "size", check_integer("size", self.size, 1, 1 << 15))
         object.__setattr__(self, "margin", check_number("margin", self.margin, 1, 10))
+        check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        check_bool("squash", self.squash)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -123,6 +131,10 @@ class Preprocessing:
         shape = tuple(shape)
         return len(shape) in (3, 4) and shape[-1] == 3 and shape[-3:] != self.shape and min(shape[-3:]) > 0
 
+    def crop(self, image: "Image") -> "Image":
+        """Scale and crop an image; one of `size` x `size` pixels is returned unchanged."""
+        return crop_center(image, self.size, self.margin, self.interpolation, self.squash)
+
     def crop_rgb(self, images: Array) -> Array:
         """Scale and crop RGB images as image files are; return uint8 (n, channels, size, size).
 
@@ -143,7 +155,7 @@ class Preprocessing:
                     f"which needs Pillow: pip install pillow"
                 ) from None
             mode = "L" if len(self.mean) == 1 else "RGB"
-            cropped = [crop_center(Image.fromarray(image).convert(mode), self.size, self.margin) for image in batch]
+            cropped = [self.crop(Image.fromarray(image).convert(mode)) for image in batch]
             pixels = [np.asarray(image).reshape(self.size, self.size, -1) for image in cropped]
             batch = np.stack(pixels) if pixels else np.empty((0, self.size, self.size, len(self.mean)), np.uint8)
         return np.array(batch.transpose(0, 3, 1, 2), order="C")  # a copy, with the usual strides for one channel, too
@@ -164,8 +176,12 @@ class Preprocessing:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return {"size": self.size, "mean": list(self.mean), "std": list(self.std), "margin": self.margin}
+        """Return a JSON-serializable dict; the defaults of `interpolation` and `squash` are left out."""
+        mean, std = list(self.mean), list(self.std)
+        data: dict[str, Any] = {"size": self.size, "mean": mean, "std": std, "margin": self.margin}
+        if self.interpolation != BILINEAR:  # absent from former files
+            data["interpolation"] = self.interpolation
+        return {**data, "squash": True} if self.squash else data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Preprocessing":

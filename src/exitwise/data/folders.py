@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b, file_digest
 from math import exp, log, sqrt
 from os import scandir
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exitwise.core.cropping import BILINEAR
 from exitwise.core.cropping import MARGIN as MARGIN
 from exitwise.core.cropping import crop_center as _crop_center
 from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.image_files import SUFFIXES, open_rgb, require_pillow
+from exitwise.core.preprocessing import Preprocessing
 from exitwise.data.archives import Archive, dataset_not_found
 from exitwise.data.images import Augmentation, hash_rows
 
@@ -44,6 +46,9 @@ class ImageFileSet:
     size: int
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
+    margin: float = MARGIN  # of the scaled image, relative to `size`
+    interpolation: str = BILINEAR
+    squash: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -61,10 +66,20 @@ class ImageFileSet:
         """Decode the images at `positions` (m,) as uint8 (m, 3, size, size), augmented if `draws` are given."""
         rows = [None] * len(positions) if draws is None else draws.tolist()
         images = [
-            decode(self.root / self.files[position], self.size, augmentation, row)
+            decode(self.root / self.files[position], self.preprocessing, augmentation, row)
             for position, row in zip(positions.tolist(), rows, strict=True)
         ]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How the images are scaled, cropped and normalized."""
+        return Preprocessing(self.size, self.mean, self.std, self.margin, self.interpolation, self.squash)
+
+    def with_preprocessing(self, preprocessing: Preprocessing) -> Self:
+        """Return the same files with another preprocessing, of three channels."""
+        values = {field.name: getattr(preprocessing, field.name) for field in fields(preprocessing)}
+        return replace(self, **values)
 
     def paths(self) -> Iterator[Path]:
         """Iterate over the paths of the files."""
@@ -228,21 +243,24 @@ def common_size(*image_sets: ImageFileSet) -> int | None:
     return side
 
 
-def decode(path: Path, size: int, augmentation: Augmentation | None, draws: list[float] | None) -> np.ndarray:
+def decode(
+    path: Path, preprocessing: Preprocessing, augmentation: Augmentation | None, draws: list[float] | None
+) -> np.ndarray:
     """Return an image file as uint8 (size, size, 3): its center, or augmented according to `draws`."""
     from PIL import Image
 
+    size = preprocessing.size
     try:
         image = open_rgb(path)
     except InputError as error:
         raise UnreadableImageError(f"{error}; --skip-unreadable skips such files") from None
     if augmentation is None or draws is None:
-        return np.asarray(_crop_center(image, size))
+        return np.asarray(preprocessing.crop(image))
     if augmentation.resized_crop:
         box = _random_crop_box(image.width, image.height, draws[3:])
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     else:
-        image = _crop_center(image, size)
+        image = preprocessing.crop(image)
     if augmentation.padding:
         p = augmentation.padding
         left, top = (int(draw * (2 * p + 1)) - p for draw in draws[:2])

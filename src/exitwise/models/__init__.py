@@ -4,6 +4,8 @@ from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
+from exitwise.models.named.build import build_named, check_named_size, list_named
+from exitwise.models.named.module import NamedModule
 from exitwise.models.registry import (
     BUDGET_RANGES,
     FAMILIES,
@@ -28,12 +30,16 @@ __all__ = [
     "PRESETS",
     "RESNETS",
     "Family",
+    "NamedModule",
     "budget_range",
     "build",
+    "build_named",
+    "check_named_size",
     "config",
     "densenet",
     "family",
     "list",
+    "list_named",
     "list_presets",
     "msdnet",
     "rebuild",

@@ -6,7 +6,7 @@ for itself, as a part of its first stage, so that the runtime and an exported bu
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -247,7 +247,7 @@ def _check_members(members: Any) -> list[tuple[nn.Module, Preprocessing | None]]
             )
         if not isinstance(network, MultiExitNet) and any(part.training for part in network.modules()):
             raise InputError(f"`members[{i}]` is in training mode: call .eval() first, or dropout would vary")
-        if wanted is None and isinstance(network, Cascade):
+        if wanted is None and isinstance(network, MultiExitNet):
             wanted = network.preprocessing
         pairs.append((network, wanted))
     return pairs
@@ -347,8 +347,13 @@ def _split_member(
     return _Parts(network, [stage], [Head(nn.Identity(), last)], wanted)
 
 
+def _same_input(given: Preprocessing, wanted: Preprocessing) -> bool:
+    """Return whether an input of one preprocessing is one of the other, however images of other sizes are scaled."""
+    return (given.size, given.mean, given.std) == (wanted.size, wanted.mean, wanted.std)
+
+
 def _make_conversion(given: Preprocessing | None, wanted: Preprocessing | None) -> MemberInput | None:
-    if given is None or wanted is None or replace(wanted, margin=given.margin) == given:
+    if given is None or wanted is None or _same_input(given, wanted):
         return None
     return MemberInput(given, wanted)
 

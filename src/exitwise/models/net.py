@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from exitwise.core.errors import InputError
+from exitwise.core.preprocessing import Preprocessing
 
 
 @contextmanager
@@ -79,6 +80,11 @@ class MultiExitNet(nn.Module):
         self.spec = spec
         # Shape of one input, such as (3, 32, 32); None if it is unknown.
         self.input_shape: tuple[int, ...] | None = None
+        # How images become inputs, if the net was made from a network that states it.
+        self.preprocessing: Preprocessing | None = None
+        # Submodules after which `attach` has cut, and the revision of the weights of a network by name.
+        self.cuts: tuple[str, ...] = ()
+        self.revision: str | None = None
         if not self.stages or len(self.stages) != len(self.heads):
             raise InputError(
                 f"`stages` and `heads` must pair up, one of each per exit, "

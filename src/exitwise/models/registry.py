@@ -7,11 +7,13 @@ from typing import Any
 
 from exitwise.core.errors import InputError
 from exitwise.models.attach.attach import attach as _attach
+from exitwise.models.attach.attach import attach_named
 from exitwise.models.cascade import rebuild_cascade
 from exitwise.models.densenet import PRESETS as DENSENETS
 from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
+from exitwise.models.named.build import rebuild_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.presets import Config, get_config
 from exitwise.models.resnet import PRESETS as RESNETS
@@ -137,7 +139,8 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     Args:
         spec: {"preset": name}, with the overrides `num_classes` and `in_channels` where the net has them. With
             `attach`, such as {"at": ["stages.0.layer1"], "head": "mlp"}, exits are attached to the preset's net. Or
-            {"cascade": ...}, as in the spec of a cascade of such nets.
+            {"module": "timm:resnet50", "num_classes": 10, "attach": ...}, as in the spec of a net that `attach` made of
+            a name. Or {"cascade": ...}, as in the spec of a cascade of such nets.
 
     Returns:
         A net in training mode, with the same spec.
@@ -152,6 +155,10 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     """
     if isinstance(spec, Mapping) and set(spec) == {"cascade"}:
         return rebuild_cascade(spec["cascade"], rebuild)
+    if isinstance(spec, Mapping) and "module" in spec:
+        at, head = _read_attach(spec.get("attach"))
+        named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
+        return attach_named(named, at, head).train()
     optional = ("num_classes", "in_channels", "attach")
     if not isinstance(spec, Mapping) or "preset" not in spec or not set(spec) <= {"preset", *optional}:
         names = ", ".join(f"`{name}`" for name in optional)
@@ -160,9 +167,15 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     net = build(**{name: value for name, value in spec.items() if name != "attach"})
     if exits is None:
         return net
+    at, head = _read_attach(exits)
+    return _attach(net.eval(), at, head=head).train()
+
+
+def _read_attach(exits: Any) -> tuple[Any, str]:
+    """Return the cuts and the kind of head of a spec's entry `attach`."""
     if not isinstance(exits, Mapping) or set(exits) != {"at", "head"} or not isinstance(exits["head"], str):
         raise InputError(f"a model spec's `attach` must hold `at` and `head`, but is {exits!r}")
-    return _attach(net.eval(), exits["at"], head=exits["head"]).train()
+    return exits["at"], exits["head"]
 
 
 def budget_range(spec: Mapping[str, Any] | None) -> tuple[float, float] | None:

@@ -4,8 +4,9 @@ import re
 import struct
 import warnings
 import zipfile
+from argparse import Namespace  # holds the options of timm's training script, beside its weights
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,10 +168,30 @@ def load_net(path: str | Path) -> MultiExitNet:
     spec = tensorfiles.check_format(path, header, FORMAT, VERSION).get("model")
     if not isinstance(spec, dict):
         raise InputError(f"{path} does not name the preset of its net; build the net and use load_checkpoint")
-    with torch.device("meta"):  # a header may name a huge net: nothing is allocated before the weights fit
-        meta_net = models.rebuild(spec)
-    check_state_dict(meta_net, tensors, path)
+    check_rebuilt(spec, tensors, path)
     return load_checkpoint(models.rebuild(spec), path).eval()
+
+
+def check_rebuilt(
+    spec: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    source: Path | str,
+    prepare: Callable[[MultiExitNet], MultiExitNet] | None = None,
+) -> None:
+    """Raise `InputError` unless weights of a file fit the net of its spec, before anything of its size is allocated.
+
+    Args:
+        spec: How to rebuild the net.
+        weights: Weights by the keys of the net.
+        source: Beginning of the message.
+        prepare: Changes the rebuilt net before its keys are compared.
+    """
+    if "module" in spec:  # a network by name: its exits cannot always be attached without values
+        models.check_named_size(spec, sum(tensor.numel() for tensor in weights.values()))
+        return
+    with torch.device("meta"):
+        meta_net = models.rebuild(spec)
+    check_state_dict(meta_net if prepare is None else prepare(meta_net), weights, source)
 
 
 def _rename_key(key: str) -> str:
@@ -191,7 +212,7 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
     else:
         _check_uncompressed(path)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged or foreign file makes torch.load raise almost anything
             kind = type(error).__name__

@@ -134,7 +134,7 @@ def build_report(
         "version": VERSION,
         "net": {
             "run": run.name,
-            "name": preset or "your own net",
+            "name": preset or (trace.model or {}).get("module") or "your own net",
             "data": _dataset_name(run),
             "exits": trace.num_exits,
             "classes": trace.num_classes,
@@ -180,13 +180,14 @@ def build_report(
 
 def training_report(run: Run, live: bool, command: str = "") -> Report:
     """Build the report on a run that is being trained or has no trace yet."""
+    described = run.metadata["model"]
     data = {
         "format": FORMAT,
         "version": VERSION,
         "live": live,
         "net": {
             "run": run.name,
-            "name": str(run.metadata["model"].get("preset", "your own net")),
+            "name": str(described.get("preset") or described.get("module") or "your own net"),
             "data": _dataset_name(run),
         },
         "training": _training_history(run) or {"epochs": [], "of": _planned_epochs(run)},

@@ -79,7 +79,7 @@ def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) ->
             "root": "DIR" if data.get("root") else None,
             "image-size": data.get("image_size"),
             "skip-unreadable": data.get("skip_unreadable"),
-            "model": model.get("preset"),
+            "model": model.get("preset") or model.get("module"),
             "net": model.get("net"),
             "weights": training.get("weights"),
             "attach": cuts and ",".join(cuts),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from exitwise import data
-from exitwise.core.cropping import MARGIN
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.rank import is_rank_zero
@@ -19,7 +18,10 @@ DEFAULT_IMAGE_SIZE = 224  # of images from files, for nets without a preset and 
 
 
 def load_new_data(
-    options: DataOptions, net_size: int | None, pretrained: bool = False
+    options: DataOptions,
+    net_size: int | None,
+    pretrained: bool = False,
+    preprocessing: Preprocessing | None = None,
 ) -> tuple[data.HoldOut, data.Splits[Any], dict[str, Any]]:
     """Load and split the dataset of a new run; print how image files are scaled, cropped and normalized.
 
@@ -29,6 +31,7 @@ def load_new_data(
             squares of one size, or else 224.
         pretrained: Whether the networks were trained elsewhere, perhaps on the train images. Then validation images are
             taken from the test set if there is one, and images without a test set are all for validation and testing.
+        preprocessing: The network's own preprocessing, which replaces the dataset's; its size yields to `net_size`.
 
     Returns:
         The held-out samples, the images of every split, and the entry `data` of run.json.
@@ -43,6 +46,8 @@ def load_new_data(
         if folder is not None:
             metadata[option] = str(Path(folder.removeprefix("folder:")).resolve())
     val, test = _load_own_sets(metadata, train, test, options.skip_unreadable)
+    if preprocessing is not None:
+        train, val, test = (_with_preprocessing(images, preprocessing) for images in (train, val, test))
     if isinstance(train, ImageFileSet):
         given = options.image_size or net_size
         train, val, test, size = _choose_size(train, val, test, given)
@@ -55,6 +60,8 @@ def load_new_data(
     else:
         held_out = _hold_out(options, dataset, train, val, test, seed)
     metadata |= {"split_seed": seed, "image_size": size}
+    if preprocessing is not None:
+        metadata["preprocessing"] = _preprocessing_of(train).to_dict()
     if pretrained:
         metadata["without_train"] = True
     if options.skip_unreadable:
@@ -100,7 +107,8 @@ def _choose_size(train: Any, val: Any, test: Any, given: int | None) -> tuple[An
         steps = f"are {size} x {size} pixels, as in the files"
     else:
         default = "" if given else " (the files are not squares of one size; --image-size chooses another)"
-        steps = f"are scaled to a short side of {round(size * MARGIN)} and cropped to {size} x {size} pixels{default}"
+        side = "both sides" if train.squash else "a short side"
+        steps = f"are scaled to {side} of {round(size * train.margin)} and cropped to {size} x {size} pixels{default}"
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (train.mean, train.std))
     if is_rank_zero():
         print(f"exitwise: images {steps}, and normalized with mean {mean}, std {std}", file=sys.stderr)
@@ -153,12 +161,38 @@ def load_splits(run: Run, root: Path | None) -> data.Splits[Any]:
         val, test = _load_own_sets(metadata, train, test, skip_unreadable)
     if metadata.get("val_from_test"):
         val, test = test, None
+    if "preprocessing" in metadata:
+        preprocessing = run_preprocessing(run)
+        train, test, val = (_with_preprocessing(images, preprocessing) for images in (train, test, val))
     return held_out.apply(train, test, val)
+
+
+def _with_preprocessing(images: Any, preprocessing: Preprocessing) -> Any:
+    """Return images that are preprocessed as a network needs it; images in memory keep their size."""
+    if images is None:
+        return None
+    if images.shape[0] != len(preprocessing.mean):
+        given, taken = images.shape[0], len(preprocessing.mean)
+        raise InputError(f"the network takes images of {taken} channels, but those of the data have {given}")
+    if isinstance(images, ImageFileSet):
+        return images.with_preprocessing(preprocessing)
+    return replace(images, mean=preprocessing.mean, std=preprocessing.std)
+
+
+def _preprocessing_of(images: Any) -> Preprocessing:
+    if isinstance(images, ImageFileSet):
+        return images.preprocessing
+    return Preprocessing(images.shape[-1], images.mean, images.std)
 
 
 def run_preprocessing(run: Run) -> Preprocessing:
     """Return the preprocessing that turns any image into one like those that the run's net was trained on."""
-    return data.get_dataset(run.metadata["data"]["name"]).preprocessing(_image_size(run))
+    own = run.metadata["data"].get("preprocessing")
+    if own is None:
+        return data.get_dataset(run.metadata["data"]["name"]).preprocessing(_image_size(run))
+    if not isinstance(own, dict):
+        raise InputError(f"{run.directory / 'run.json'} must describe a preprocessing, but holds {own!r}")
+    return Preprocessing.from_dict(own)
 
 
 def _image_size(run: Run) -> int:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def build_members(
         own = member.preprocessing
         if member.size is not None and member.size != (given.size if own is None else own.size):
             base = own or given
-            own = Preprocessing(member.size, base.mean, base.std, base.margin)
+            own = replace(base, size=member.size)
         pairs.append((networks[member.source], own))
     return pairs
 

@@ -6,6 +6,7 @@ from functools import partial
 from exitwise import models
 from exitwise.core.errors import InputError
 from exitwise.models.macs import macs
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint
 from exitwise.runs.data import run_preprocessing
@@ -15,6 +16,8 @@ from exitwise.runs.run import Run
 
 def net_input_size(preset: str | None) -> int | None:
     """Return the image size of a preset, None for a net of the user's own. A mistyped name is an error."""
+    if is_named(preset):
+        raise InputError(f"{preset} has one exit: `exitwise train-heads --model {preset}` adds exits, and makes a run")
     return models.config(preset).input_shape[1] if preset else None
 
 
@@ -52,9 +55,9 @@ def rebuild_net(run: Run, function: str | None) -> MultiExitNet:
 def net_builder(run: Run, function: str | None) -> Callable[[], MultiExitNet]:
     """Return the function that rebuilds the untrained net of a run; it can be sent to another process."""
     spec = run.metadata["model"]
-    if "preset" in spec or "cascade" in spec:
+    if "preset" in spec or "cascade" in spec or "module" in spec:
         if function is not None:
-            name = repr(spec["preset"]) if "preset" in spec else "a cascade of presets"
+            name = repr(spec.get("preset") or spec.get("module") or "a cascade of presets")
             raise InputError(f"{run.directory} has the net {name}: --net is for other nets")
         return partial(models.rebuild, spec)
     if function is None:

@@ -16,6 +16,8 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 NET_HELP = "Your own net: package.module:function, which returns a MultiExitNet; repeated for the nets of a cascade."
 
+MODEL_HELP = "Model preset, see `exitwise models`; for train-heads also timm:NAME, torchvision:NAME or hf:REPOSITORY."
+
 RAY_HELP = "Run on a Ray cluster: HOST:PORT of its head, or `local` for one on this machine that ends with the command."
 
 
@@ -64,9 +66,7 @@ class DataOptions:
 class NetOptions:
     """The network of a new run."""
 
-    model: Annotated[str | None, Option(help="Model preset, see `exitwise models`.", show_default="the dataset's")] = (
-        None
-    )
+    model: Annotated[str | None, Option(help=MODEL_HELP, show_default="the dataset's")] = None
     net: Annotated[list[str] | None, Option(help=NET_HELP)] = None
 
     @property
@@ -137,11 +137,23 @@ class ExecutionOptions:
 class HeadTrainOptions:
     """Options of a training of the heads on a frozen backbone; None means the recipe's default."""
 
-    weights: Annotated[Path | None, Option(help="Checkpoint to load into the net first.")] = None
-    attach: Annotated[
-        str | None, Option(help="Add exits after these submodules (a,b,c), or `auto` together with --exits.")
+    weights: Annotated[
+        Path | None,
+        Option(help="Checkpoint to load into the net first.", show_default="pretrained for timm:NAME and the like"),
     ] = None
-    exits: Annotated[int | None, Option(help="Number of exits for --attach auto, of about equal cost.")] = None
+    attach: Annotated[
+        str | None,
+        Option(
+            help="Add exits after these submodules (a,b,c), or `auto` together with --exits.",
+            show_default="auto for timm:NAME and the like",
+        ),
+    ] = None
+    exits: Annotated[
+        int | None,
+        Option(
+            help="Number of exits for --attach auto, of about equal cost.", show_default="4 for timm:NAME and the like"
+        ),
+    ] = None
     last: Annotated[bool, Option("--last", help="Train the last head, too.")] = False
     epochs: Annotated[int | None, Option(help="Epochs.", show_default="the recipe's")] = None
     batch_size: Annotated[int | None, Option(help="Batch size.", show_default="the recipe's")] = None

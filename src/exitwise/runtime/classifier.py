@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,19 +17,21 @@ from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.predictions import NEEDS_DRAWS
 from exitwise.core.preprocessing import Preprocessing
+from exitwise.evaluation.evaluate import BudgetCurve, Evaluation
 from exitwise.models.cascade import Cascade
 from exitwise.models.macs import macs
 from exitwise.models.net import MultiExitNet
-from exitwise.models.weights import check_state_dict, load_state, restore_on_error
+from exitwise.models.weights import check_rebuilt, check_state_dict, load_state, restore_on_error
 from exitwise.policies.abstention import Abstention
 from exitwise.policies.controller import BudgetController
 from exitwise.policies.family import PolicyFamily
 from exitwise.policies.policy import Policy
 from exitwise.policies.prediction_sets import PredictionSets, check_fitted_for
-from exitwise.runtime import engine, folding
+from exitwise.runtime import engine, folding, hub
 from exitwise.runtime.engine import Answer, AnswerRules, Prediction
 from exitwise.runtime.exit_modules import runtime_exits
 from exitwise.runtime.export import export
+from exitwise.runtime.model_card import CardContents
 from exitwise.runtime.torch_backend import SharedEvalMode, TorchBackend
 
 FORMAT, VERSION = "exitwise.classifier", 1
@@ -49,7 +52,7 @@ class Classifier(nn.Module):
         costs: Cumulative cost (K,) of each exit, in the policy's unit. By default those of the policy, or MACs counted
             on the first call if it has none.
         classes: Names of the c classes.
-        preprocessing: Normalization of bytes; without it, images must be floats [default: that of a cascade].
+        preprocessing: Normalization of bytes; without it, images must be floats [default: the net's].
         check_range: Refuse floats that are plainly not normalized, if there is a `preprocessing`.
         sets: Prediction sets from `ew.fit_sets` with this policy: predictions then have `sets`.
         abstention: Abstention from `ew.fit_abstention` with this policy: predictions then have `abstained`.
@@ -111,8 +114,7 @@ class Classifier(nn.Module):
             classes = net.classes
         if classes is not None and len(classes) != net.num_classes:
             raise InputError(f"`classes` must name the net's {net.num_classes} classes, but names {len(classes)}")
-        if preprocessing is None and isinstance(net, Cascade):
-            preprocessing = net.preprocessing
+        preprocessing = net.preprocessing if preprocessing is None else preprocessing
         if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
             raise InputError(f"`preprocessing` must be a Preprocessing, but got {type(preprocessing).__name__}")
         self.net = net
@@ -204,6 +206,11 @@ class Classifier(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write weights, calibration, policy, classes and preprocessing to one safetensors file."""
+        tensors, metadata = self.to_tensors()
+        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all tensors by key, and JSON-serializable metadata: the contents of a file."""
         tensors, calibration_metadata = self.calibration.to_tensors()
         tensors = {f"calibration.{key}": value for key, value in tensors.items()}
         tensors |= {f"net.{key}": value for key, value in self.net.state_dict().items()}
@@ -218,7 +225,7 @@ class Classifier(nn.Module):
             "sets": None if self.sets is None else self.sets.to_dict(),
             "abstention": None if self.abstention is None else self.abstention.to_dict(),
         }
-        tensorfiles.write(Path(path), tensors, FORMAT, VERSION, metadata)
+        return tensors, metadata
 
     @classmethod
     def load(cls, path: str | Path, net: MultiExitNet | None = None) -> "Classifier":
@@ -245,9 +252,7 @@ class Classifier(nn.Module):
         if user_net is None and not isinstance(spec, dict):
             raise InputError("its net was not built from a preset: give it as `net`")
         if user_net is None:
-            with torch.device("meta"):  # a header can request any size: allocate nothing before the weights fit
-                meta_net = models.rebuild(spec)
-            check_state_dict(folding.optimize_for_cpu(meta_net) if optimized else meta_net, weights, "its net")
+            check_rebuilt(spec, weights, "its net", folding.optimize_for_cpu if optimized else None)
         net = models.rebuild(spec).eval() if user_net is None else user_net
         net = folding.optimize_for_cpu(net) if optimized else net
         weights = check_state_dict(net, weights, "its net")
@@ -288,6 +293,125 @@ class Classifier(nn.Module):
                 between them under load.
         """
         export(self, path, example, force, family)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        whole: bool | None = None,
+        bundle: bool = False,
+        name: str | None = None,
+        data: str | None = None,
+        evaluation: Evaluation | None = None,
+        curve: BudgetCurve | None = None,
+    ) -> None:
+        """Write a folder to share: weights, config.json and a model card. Needs `exitwise[hub]`.
+
+        If `ew.attach` made the net of a name, such as "timm:resnet50", the folder holds an adapter: heads, calibration
+        and policy, with name, revision and hash of the base network. Otherwise it holds all weights. An existing model
+        card (README.md) is kept.
+
+        Args:
+            folder: The folder.
+            whole: Write all weights, also of a base network that has a name.
+            bundle: Add an ONNX bundle, in the folder `bundle`.
+            name: Title of the model card [default: that of the folder].
+            data: Description of the data, for the card.
+            evaluation: Results on test data, for the card.
+            curve: Results at several budgets, from `ew.budget_curve`, for the card.
+        """
+        hub.save_pretrained(
+            self, folder, self._hub_options(whole, bundle, name or Path(folder).name, data, evaluation, curve)
+        )
+
+    def push_to_hub(
+        self,
+        repository: str,
+        *,
+        whole: bool | None = None,
+        bundle: bool = False,
+        data: str | None = None,
+        evaluation: Evaluation | None = None,
+        curve: BudgetCurve | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        commit_message: str = "Upload an exitwise classifier",
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face Hub, and return the address of the commit.
+
+        Args:
+            repository: Name of the repository, such as "me/flowers"; it is created if needed.
+            whole: As in `save_pretrained`, like the next four.
+            bundle: Add an ONNX bundle.
+            data: Description of the data.
+            evaluation: Results on test data.
+            curve: Results at several budgets.
+            private: Whether a new repository is private.
+            token: Access token [default: that of `hf auth login`].
+            branch: Branch to commit to [default: main].
+            commit_message: Message of the commit.
+        """
+        options = self._hub_options(whole, bundle, repository.rpartition("/")[2], data, evaluation, curve)
+        arguments = {"private": private, "token": token, "branch": branch, "commit_message": commit_message}
+        return hub.push_to_hub(self, repository, options, arguments)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        base: str | Path | None = None,
+        net: MultiExitNet | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "Classifier":
+        """Load a classifier from a folder that `save_pretrained` wrote, or from a repository of the Hugging Face Hub.
+
+        Nothing in a file is ever executed. The base network of an adapter is built by its name, with pretrained weights
+        from the cache or the internet; weights that differ from the adapter's are refused.
+
+        Args:
+            source: The folder, or the name of a repository. Only a repository needs `exitwise[hub]`.
+            base: For an adapter: a file with the weights of the base network, or another name of it.
+            net: For a whole classifier whose net was not built by name: a net of the same architecture.
+            revision: Branch, tag or commit of the repository.
+            token: Access token [default: that of `hf auth login`].
+            cache_dir: Folder of the cache [default: that of huggingface_hub].
+            local_files_only: Use only the cache.
+
+        Raises:
+            InputError: If files are missing, damaged or of another format, or the base network differs.
+        """
+        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        load = partial(hub.load, from_tensors=cls._from_tensors, from_file=cls.load, base=base, net=net)
+        classifier: Classifier = hub.from_pretrained(source, load, options)
+        return classifier
+
+    def _hub_options(
+        self,
+        whole: bool | None,
+        bundle: bool,
+        name: str,
+        data: str | None,
+        evaluation: Evaluation | None,
+        curve: BudgetCurve | None,
+    ) -> dict[str, Any]:
+        contents = CardContents(
+            name=name,
+            policy=self.policy,
+            method=self.calibration.method.name,
+            costs=self.costs,
+            classes=self.classes,
+            cuts=self.net.cuts,
+            takes_images=self.preprocessing is not None or self.net.input_shape is not None,
+            data=data,
+            evaluation=evaluation,
+            curve=curve,
+        )
+        return {"whole": whole, "bundle": bundle, "contents": contents}
 
 
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """Attach exits to a module: its layers become stages, each cut gets a small head, its classifier is the last exit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from exitwise.models.attach.graph import (
 )
 from exitwise.models.attach.last_layer import LastLayer, find_last_layer
 from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
+from exitwise.models.named.build import PRETRAINED, build_named
+from exitwise.models.named.module import NamedModule
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
@@ -32,13 +36,14 @@ REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drop
 
 
 def attach(
-    module: nn.Module,
-    at: Sequence[str] | str,
+    module: nn.Module | NamedModule | str,
+    at: Sequence[str] | str = "auto",
     num_classes: int | None = None,
     head: str | MakeHead | Sequence[Head] = "mlp",
     *,
     example_inputs: Any = None,
     exits: int | None = None,
+    weights: str | Path | None = PRETRAINED,
 ) -> MultiExitNet:
     """Build a multi-exit net from a trained module: cut it after the submodules `at`, with a new head at each cut.
 
@@ -48,9 +53,12 @@ def attach(
     `example_inputs`, except for the batch size.
 
     Args:
-        module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c).
+        module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c). Or
+            the name of a classifier of another library: "timm:resnet50", "torchvision:resnet50" or
+            "hf:microsoft/resnet-18"; or what `ew.models.build_named` made of one. The net then has its `preprocessing`.
         at: Names of submodules, or "auto" to choose cuts of about equal cost.
-        num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers.
+        num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
+            name, another number than that of the pretrained weights makes a new last layer, which must be trained.
         head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
             hidden layer or without. Or a function of the features (of two samples) and the number of classes that
             returns a head. Or a list of heads in the order of `at`; each reads the output of its submodule, samples
@@ -58,6 +66,8 @@ def attach(
         example_inputs: Inputs of the module for at least one sample: a tensor, or a tuple or dict of tensors. It is
             guessed for modules that begin with a convolution, a linear layer or an embedding.
         exits: Number of exits for `at="auto"`.
+        weights: For a name: the weights that its library loads, from its cache or the internet; a file with the
+            library's keys; or None for random ones.
 
     Returns:
         A net with one exit per cut and the module's classifier as the last exit, in evaluation mode.
@@ -74,8 +84,12 @@ def attach(
         >>> len(ew.attach(module, "auto", exits=2, head="linear").exits)
         2
     """
+    if isinstance(module, str):
+        module = build_named(module, num_classes, weights)
+    if isinstance(module, NamedModule):
+        return attach_named(module, at, head, exits=exits)
     if not isinstance(module, nn.Module):
-        raise InputError(f"`module` must be an nn.Module, but got {type(module).__name__}")
+        raise InputError(f"`module` must be an nn.Module, or the name of one, but got {type(module).__name__}")
     if any(part.training for part in module.modules()):
         raise InputError("`module` is in training mode: call module.eval() first, or dropout and statistics would vary")
     names = _check_at(at, exits)
@@ -92,7 +106,30 @@ def attach(
             cut = cut_module(module, traced, names, inputs, last)
         heads = [*_make_heads(head, names, cut.head_inputs, last.layer.out_features), Head(nn.Identity(), last.layer)]
         net = MultiExitNet(cut.stages, heads, _make_spec(module, names, head)).eval()
+        net.cuts = tuple(names)
         _check_stages(net, module, inputs, last, traced.exported)
+    return net
+
+
+def attach_named(
+    named: NamedModule,
+    at: Sequence[str] | str = "auto",
+    head: str | MakeHead | Sequence[Head] = "mlp",
+    *,
+    exits: int | None = None,
+) -> MultiExitNet:
+    """Attach exits to a network of another library, as `attach` does; the net has its preprocessing.
+
+    Args:
+        named: The network, from `build_named`.
+        at: Names of submodules, or "auto" to choose cuts of about equal cost.
+        head: As in `attach`.
+        exits: Number of exits for `at="auto"`.
+    """
+    net = attach(named.module, at, None, head, example_inputs=named.example, exits=exits)
+    if isinstance(head, str):
+        net.spec = {**named.spec, "attach": {"at": list(net.cuts), "head": head}}
+    net.preprocessing, net.input_shape, net.revision = named.preprocessing, named.input_shape, named.revision
     return net
 
 

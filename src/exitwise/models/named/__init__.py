@@ -1,0 +1,1 @@
+"""Networks of timm, torchvision and Hugging Face Transformers by name, with their preprocessing."""

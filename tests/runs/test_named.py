@@ -1,0 +1,110 @@
+"""Networks by name in runs: their classes, and the preprocessing that the run keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import Command
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+from torchvision_schemas import define_operators
+
+import exitwise as ew
+from exitwise.core.image_files import load_image
+from exitwise.models.named.module import NamedModule
+from exitwise.runs.data import load_splits, run_preprocessing
+from exitwise.runs.named import attach_to_named
+from exitwise.runs.options import HeadTrainOptions
+from exitwise.runs.run import Run
+
+LOOK = ew.Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.25, "bicubic", True)
+
+
+def photos(folder: Path, classes: tuple[str, ...] = ("ash", "birch", "cedar"), count: int = 12) -> Path:
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 90, (40, 56, 3))
+            pixels[..., label % 3] += 120
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{i}.png")
+    return folder
+
+
+def small_module(classes: int) -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, classes)).eval()
+
+
+def named_module(classes: tuple[str, ...] | None) -> NamedModule:
+    spec = {"module": "timm:small", "num_classes": 3}
+    return NamedModule("timm:small", small_module(3), 3, spec, LOOK, torch.rand(2, *LOOK.shape), classes)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [(("Cedar", "ash", "birch"), [1, 2, 0]), (("ash", "birch", "oak"), [0, 1, 2]), (None, [0, 1, 2])],
+)
+def test_the_last_exit_has_the_order_of_the_folders(names: Any, rows: list[int], tmp_path: Path) -> None:
+    images, _ = ew.data.load(f"folder:{photos(tmp_path / 'photos')}", size=32)
+    named = named_module(names)
+    x = torch.rand(4, *LOOK.shape)
+    expected = named.module(x)[:, rows]
+    net = attach_to_named(named, images, HeadTrainOptions(attach="1"), 0)
+    torch.testing.assert_close(net(x)[-1], expected)
+    assert net.spec == {**named.spec, "attach": {"at": ["1"], "head": "mlp"}}
+
+
+def test_a_run_keeps_the_preprocessing_of_its_network(tmp_path: Path, monkeypatch: Any, exitwise: Command) -> None:
+    """With a network made by hand in the place of a library's: images are scaled, cropped and normalized as it says."""
+    monkeypatch.setattr("exitwise.runs.train_heads.build_named_for", lambda *_: named_module(None))
+    folder = photos(tmp_path / "photos")
+    run = tmp_path / "run"
+    done = exitwise(
+        "train-heads", "--data", f"folder:{folder}", "--model", "timm:small", "--exits", 2, "--epochs", 1, "--out", run
+    )
+    assert done.status == 0, done.err
+    assert "scaled to both sides of 40 and cropped to 32 x 32 pixels" in done.err
+    assert "normalized with mean 0.1 0.2 0.3, std 0.4 0.5 0.6" in done.err
+    assert run_preprocessing(Run(run)) == LOOK
+    splits = load_splits(Run(run), None)
+    pixels = splits.val.pixels_of(torch.tensor([0]), None, None)[0]
+    file = next(iter(splits.val.paths()))
+    assert np.array_equal(pixels.numpy(), load_image(file, LOOK))
+    assert (splits.val.mean, splits.val.std) == (LOOK.mean, LOOK.std)
+    contents = json.loads((run / "run.json").read_text())
+    assert contents["model"]["module"] == "timm:small"
+    assert contents["data"]["preprocessing"] == LOOK.to_dict()
+
+
+@pytest.mark.slow
+def test_classes_that_differ_are_refused_or_need_a_new_layer(tmp_path: Path, exitwise: Command) -> None:
+    pytest.importorskip("timm")
+    define_operators()
+    module = ew.models.build_named("timm:test_resnet", 4, weights=None).module
+    save_file(module.state_dict(), tmp_path / "four.safetensors")
+    options = ["--data", f"folder:{photos(tmp_path / 'photos')}", "--model", "timm:test_resnet", "--image-size", 32]
+    weights = ["--weights", tmp_path / "four.safetensors"]
+    done = exitwise("train-heads", *options, *weights, "--out", tmp_path / "run")
+    assert done.status == 2
+    assert "'fc.weight' has shape (4, " in done.err or "has shape (4" in done.err
+    assert not (tmp_path / "run").exists()
+    for command, message in (
+        (
+            ("train-heads", *options[:2], "--model", "timm:test_resent", "--out", tmp_path / "run"),
+            "did you mean 'test_res",
+        ),
+        (
+            ("train-heads", "--data", "digits", "--model", "timm:test_resnet", *weights, "--out", tmp_path / "run"),
+            "fit",
+        ),
+        (("train", *options, "--out", tmp_path / "run"), "train-heads --model timm:test_resnet"),
+    ):
+        done = exitwise(*command)
+        assert done.status == 2
+        assert message in done.err
+        assert len(done.err.strip().splitlines()) == 1
