@@ -79,6 +79,8 @@ class MultiExitNet(nn.Module):
         self.spec = spec
         # Shape of one input, such as (3, 32, 32); None if it is unknown.
         self.input_shape: tuple[int, ...] | None = None
+        # Submodules of the original module after which it is cut; None for a net that was not made by `attach`.
+        self.cuts: tuple[str, ...] | None = None
         if not self.stages or len(self.stages) != len(self.heads):
             raise InputError(
                 f"`stages` and `heads` must pair up, one of each per exit, "

@@ -8,13 +8,12 @@ import torch
 from exitwise import data
 from exitwise.core.errors import InputError
 from exitwise.core.files import atomic_directory, write_json
-from exitwise.core.seeds import as_generator, temporary_seed
-from exitwise.models.attach.attach import attach
-from exitwise.models.weights import load_checkpoint, save_checkpoint
+from exitwise.core.seeds import as_generator
+from exitwise.models.weights import save_checkpoint
+from exitwise.runs.attached import build_attached_net, check_attach_options, warn_of_last_exit
 from exitwise.runs.data import load_new_data
-from exitwise.runs.leaks import last_exit_accuracy, warn_of_accuracies
-from exitwise.runs.nets import build_net, net_input_size
-from exitwise.runs.options import DataOptions, HeadTrainOptions, MachineOptions, NetOptions
+from exitwise.runs.nets import net_input_size
+from exitwise.runs.options import AttachOptions, DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
@@ -27,48 +26,37 @@ def train_heads_of_new_run(
     directory: Path,
     source: DataOptions,
     net_options: NetOptions,
+    attached: AttachOptions,
     options: HeadTrainOptions,
     machine: MachineOptions,
     force: bool,
     callback: TrainingCallback,
 ) -> History:
     """Create a run whose heads are trained on a frozen backbone; the run appears when the training is complete."""
-    if options.attach is not None and net_options.function is not None:
-        raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
-    if options.exits is not None and options.attach != "auto":
-        raise InputError("--exits is for --attach auto")
+    check_attach_options(net_options, attached)
     dataset = data.get_dataset(str(source.data))
     recipe, seed = _make_recipe(options), options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
     size = net_input_size(preset)
-    if preset and options.weights is None:
+    if preset and attached.weights is None:
         raise InputError(f"train-heads needs a trained {preset}: give its weights with --weights")
     fabric = Machine(machine.accelerator, machine.devices, machine.num_nodes).fabric()
     if fabric.world_size > 1:
         raise InputError(f"train-heads runs in one process, but {fabric.world_size} were requested")
     with atomic_directory(directory, force) as new:
         held_out, splits, metadata = load_new_data(source, size)
-        with temporary_seed(seed):
-            net = build_net(preset, net_options.function, splits.train.shape, len(splits.train.classes))
-        if options.weights is not None:
-            load_checkpoint(net, options.weights)
-        if options.attach is not None:
-            at = options.attach if options.attach == "auto" else options.attach.split(",")
-            with temporary_seed(seed):
-                net = attach(net.eval(), at, exits=options.exits, example_inputs=torch.rand(1, *splits.train.shape))
+        net = build_attached_net(preset, net_options, attached, splits, seed)
         net.to(fabric.device)
         if not options.last:
-            parts = {"validation": splits.val, "test": splits.test, "training": splits.train}
-            accuracies = [last_exit_accuracy(net, images, name) for name, images in parts.items()]
-            warn_of_accuracies(accuracies, net.num_classes)
+            warn_of_last_exit(net, splits)
         settings: dict[str, Any] = {**recipe.to_dict(), "train_last": options.last, "seed": seed}
         history = train_heads(net, splits.train, splits.val, workers=machine.workers, callback=callback, **settings)
         training = {
             "recipe": recipe.to_dict(),
             "freeze_backbone": True,
             "last": options.last,
-            "weights": None if options.weights is None else str(options.weights.resolve()),
+            "weights": None if attached.weights is None else str(attached.weights.resolve()),
             "seed": seed,
             "threads": torch.get_num_threads(),
         }
