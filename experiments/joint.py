@@ -3,7 +3,7 @@
 usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B]
 
 The networks are those of plain.py, a ResNet14 with one exit: RUNS/cifar100-plain, which is trained first if it is not
-there, and that of Fashion-MNIST in this folder. Every variant has three epochs of its heads alone and then N more. The
+there, and that of Fashion-MNIST in this folder. Every variant has an epoch of its heads alone and then N more. The
 budget is chosen on validation samples: the smallest whose policy is right at least as often as the plain network, with
 the cost of heads, Laplace and ensembling in it. `continued` is the plain network itself, trained for N more epochs:
 what the epochs alone bring. Trainings go on where they were interrupted; results go to experiments/joint/results.json.
@@ -33,7 +33,7 @@ from exitwise.training.machine import has_bf16_instructions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "joint" / "results.json"
-EXITS, HEAD_EPOCHS, VAL = 4, 3, 5000
+EXITS, HEAD_EPOCHS, VAL = 4, 1, 5000
 AUGMENTATION = {"fashion-mnist": "fashion-mnist", "cifar100": "cifar100-short"}  # recipe that has it
 METHODS = ("T_opt", OURS)
 
@@ -48,8 +48,12 @@ def train_frozen(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Reci
 def train_joint(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
     """The heads alone, then all parameters that are not frozen."""
     resume = any((folder / "checkpoints").glob("*.safetensors"))
+    heads = folder / "heads.safetensors"
     if not resume and len(net.exits) > 1:
-        ew.train_heads(net, splits.train, splits.val, epochs=HEAD_EPOCHS, distill=recipe.distill)
+        if not heads.exists():
+            ew.train_heads(net, splits.train, splits.val, epochs=HEAD_EPOCHS, distill=recipe.distill)
+            ew.save_checkpoint(net, heads)
+        ew.load_checkpoint(net, heads)
     machine = ew.Machine(precision="bf16-mixed" if has_bf16_instructions() else "32-true")
     ew.train(
         net, splits.train, splits.val, recipe=recipe, out=folder, resume=resume, machine=machine, compile=can_compile()

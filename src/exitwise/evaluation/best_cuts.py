@@ -227,7 +227,7 @@ def _run_probes(net: MultiExitNet, val: Any) -> tuple[Array, Array, Any]:
 
 
 def _split_costs(net: MultiExitNet, inputs: Any) -> tuple[list[float], list[float]]:
-    """Return the MACs of one sample up to each cut, without heads, and up to the end (K,), and of each head (K - 1,)."""
+    """Return MACs of one sample: up to each cut without heads, and to the end (K,), and of each new head (K - 1,)."""
     sample = first_sample(inputs)
     together = macs(net, example_inputs=sample)
     alone = [  # each exit without the heads before it
