@@ -58,13 +58,14 @@ def revealing_module() -> tuple[nn.Module, TensorDataset]:
 
 def test_cuts_are_where_classes_appear() -> None:
     module, samples = revealing_module()
-    cuts = ew.best_cuts(module, samples, samples, exits=3, epochs=5, example_inputs=samples.tensors[0][:1])
-    assert cuts.equal_cost == ("2", "5")
+    example, budgets = samples.tensors[0][:1], [19_000, 20_000, 21_000]
+    cuts = ew.best_cuts(module, samples, samples, exits=3, budgets=budgets, epochs=5, example_inputs=example)
+    assert cuts.equal_cost == ("2", "4")
     assert cuts.names == ("1", "6")
-    assert cuts.top1 > cuts.equal_cost_top1 + 0.01
+    assert cuts.top1 > cuts.equal_cost_top1 + 0.05
     probes = {candidate.name: candidate.top1 for candidate in cuts.candidates}
     assert probes["6"] > 0.95
-    assert probes["1"] > probes["0"] + 0.1
+    assert probes["1"] > probes["0"] + 0.2
     assert [candidate.cost for candidate in cuts.candidates] == sorted(c.cost for c in cuts.candidates)
     assert "* chosen: top-1" in str(cuts)
 
@@ -117,7 +118,7 @@ def test_loaders_and_budgets_are_accepted() -> None:
         ({"exits": 1}, "needs `exits`, a whole number of at least 2"),
         ({"exits": 30}, "can be cut at"),
         ({"budgets": []}, "`budgets` must hold at least one budget"),
-        ({"budgets": [-1]}, "`budgets` must be a number of at least 0"),
+        ({"budgets": [-1]}, "`budgets` must be a number of at least 0, but got -1"),
         ({"candidates": 0}, "`candidates` must be a whole number of at least 1"),
     ],
 )

@@ -25,7 +25,7 @@ from exitwise.training.heads import train_heads
 
 _BATCH_SIZE = 64
 _DEFAULT_BUDGETS = 8  # evenly spaced
-_BUDGET_RANGE = (0.25, 0.75)  # of the module's cost
+_LARGEST_BUDGET = 0.8  # of the module's cost
 _MIN_GAIN = 1e-9  # of a mean accuracy; sums of floats differ in the last bits
 
 
@@ -103,7 +103,8 @@ def best_cuts(
         train: Samples to train the probes on: as for `train_heads`.
         val: Samples for the simulation.
         exits: Number of exits, K: there are K - 1 cuts.
-        budgets: Mean costs of a sample in MACs; by default eight, from a quarter to three quarters of the module's.
+        budgets: Mean costs of a sample in MACs. Cuts are worth nothing at a budget below the cost of their first exit.
+            By default eight, from the first exit of equal cost to 80 % of the module's cost.
         candidates: Number of places to compare; fewer if the module has fewer.
         num_classes: As for `attach`.
         example_inputs: As for `attach`.
@@ -135,8 +136,10 @@ def best_cuts(
     train_heads(probes, train, val, epochs=epochs, seed=seed)
     confidence, correct, inputs = _run_probes(probes, val)
     body, heads = _split_costs(probes, inputs)
+    start = [names.index(name) for name in equal_cost]
     if budgets is None:
-        budgets = np.linspace(*_BUDGET_RANGE, _DEFAULT_BUDGETS) * body[-1]
+        cheapest = body[start[0]] + heads[start[0]]
+        budgets = np.linspace(cheapest, max(cheapest, _LARGEST_BUDGET * body[-1]), _DEFAULT_BUDGETS).tolist()
     budgets = tuple(check_number("budgets", budget, 0) for budget in budgets)
     if not budgets:
         raise InputError("`budgets` must hold at least one budget")
@@ -146,7 +149,6 @@ def best_cuts(
         costs = np.array([body[k] + sum(heads[j] for j in cuts if j <= k) for k in rows])
         return simulate(confidence[rows], correct[rows], costs, budgets)
 
-    start = [names.index(name) for name in equal_cost]
     chosen, value = exchange(start, len(names), value_of)
     return BestCuts(
         tuple(names[k] for k in chosen),
