@@ -21,7 +21,7 @@ import cifar_resnet
 import numpy as np
 import torch
 from joint import VAL, plain_network
-from results import machine, rounded
+from results import fill_tables, machine, rounded
 from torch import nn
 
 import exitwise as ew
@@ -29,7 +29,12 @@ from exitwise import data
 from exitwise.core.files import write_json
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 
-RESULTS = Path(__file__).parent / "best_cuts" / "results.json"
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "best_cuts" / "results.json", HERE / "README.md"
+HEADER = """\
+| network | cuts of equal cost | top-1 % | chosen cuts | top-1 % | gain | gain of the probes |
+|---|---|---|---|---|---|---|
+"""
 TRAIN, EPOCHS = 15_000, 10
 Splits = tuple[Any, Any, Any]  # datasets that train heads, validate and test
 
@@ -97,6 +102,18 @@ def compare(module: nn.Module, splits: Splits, exits: int) -> dict[str, Any]:
     }
 
 
+def table(found: dict[str, Any]) -> str:
+    """The table of the README."""
+    rows = []
+    for name, each in found.items():
+        equal, best = (f"{', '.join(each[key])} | {100 * each['mean_top1'][key]:.2f}" for key in ("equal_cost", "best"))
+        low, high = (100 * end for end in each["gain_interval"])
+        simulated = 100 * (each["simulated"]["best"] - each["simulated"]["equal_cost"])
+        gain = f"{100 * each['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
+        rows.append(f"| {name} | {equal} | {best} | {gain} | {simulated:+.2f} |\n")
+    return HEADER + "".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
@@ -111,6 +128,7 @@ def main() -> None:
         if name not in known:
             known[name] = rounded(compare(module, splits, arguments.exits))
             write_json(RESULTS, {"machine": machine(), "exits": arguments.exits, "networks": known})
+            PAGE.write_text(fill_tables(PAGE.read_text(), {"best-cuts": table(known)}))
         print(name, known[name]["mean_top1"], known[name]["gain_interval"], flush=True)
 
 

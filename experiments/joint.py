@@ -21,7 +21,7 @@ import plain as plain_networks
 import torch
 from cifar100 import exitwise, finished
 from plain import MODEL, SHAPES, TRAINING, costs_of, matched
-from results import machine, rounded
+from results import fill_tables, machine, rounded
 
 import exitwise as ew
 from exitwise import data
@@ -32,7 +32,11 @@ from exitwise.training.loop import can_compile
 from exitwise.training.machine import has_bf16_instructions
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "joint" / "results.json"
+RESULTS, PAGE = HERE / "joint" / "results.json", HERE / "README.md"
+HEADER = """\
+| data | variant | epochs | test top-1 % by exit | saved, T_opt | change | saved, full method | change |
+|---|---|---|---|---|---|---|---|
+"""
 EXITS, HEAD_EPOCHS, VAL = 4, 1, 5000
 AUGMENTATION = {"fashion-mnist": "fashion-mnist", "cifar100": "cifar100-short"}  # recipe that has it
 METHODS = ("T_opt", OURS)
@@ -202,6 +206,8 @@ def main() -> None:
             known.setdefault(name, {})[variant] = rounded(row)
             write_json(RESULTS, {"machine": machine(), "model": MODEL, "data": known})
             print("\n".join(table({name: {variant: row}})), flush=True)
+            filled = fill_tables(PAGE.read_text(), {"joint": HEADER + "\n".join(table(known)) + "\n"})
+            PAGE.write_text(filled)
 
 
 if __name__ == "__main__":
