@@ -60,9 +60,10 @@ def load_original(net: MultiExitNet, folder: Path) -> MultiExitNet:
     return load_checkpoint(copy.deepcopy(net), path)
 
 
-def make_teacher(net: MultiExitNet) -> Callable[[Any], Tensor]:
-    """Return a frozen copy of a net up to its last exit: a function from inputs to logits (n, c)."""
-    teacher = nn.Sequential(*copy.deepcopy(net.stages), copy.deepcopy(net.heads[-1])).eval().requires_grad_(False)
+def make_teacher(net: MultiExitNet, compile: bool = False) -> Callable[[Any], Tensor]:
+    """Freeze a net and return its last exit as a function from inputs to logits (n, c)."""
+    frozen = nn.Sequential(*net.stages, net.heads[-1]).eval().requires_grad_(False)
+    teacher = torch.compile(frozen) if compile else frozen
 
     def compute_logits(inputs: Any) -> Tensor:
         with torch.no_grad():

@@ -255,6 +255,7 @@ class Trainer:
         self.callback = TrainingCallback()
         self.checkpoint_minutes = 10.0
         self._has_run = False  # whether a forward pass of the net has succeeded
+        self._teacher: Callable[[Any], Tensor] | None = None
         if compile and not can_compile():
             raise AllRanksError("torch.compile needs a C++ compiler, but none was found: install g++, or set CXX")
         self._parts = fabric.world_size * self.accumulate
@@ -275,7 +276,7 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             fused=fabric.device.type in ("cpu", "cuda"),
         )
-        self._teacher: Callable[[Any], Tensor] | None = None
+        self._compile = compile
         module: nn.Module = ScaledGradients(net) if recipe.scale_gradients else net
         module = torch.compile(module) if compile else module  # type: ignore[assignment]
         self._module, self._fabric_optimizer = fabric.setup(module, self._optimizer)
@@ -348,7 +349,7 @@ class Trainer:
                 self._record_original(stop_signals)
                 self.save()
             if self.recipe.distill and self.state.epoch < self.recipe.epochs:
-                self._teacher = make_teacher(load_original(self.net, self.folder))
+                self._teacher = make_teacher(load_original(self.net, self.folder), self._compile)
             while self.state.epoch < self.recipe.epochs:
                 self._train_epoch(stop_signals)
                 self._finish_epoch(stop_signals)
