@@ -3,10 +3,11 @@
 usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B]
 
 The networks are those of plain.py, a ResNet14 with one exit: RUNS/cifar100-plain, which is trained first if it is not
-there, and that of Fashion-MNIST in this folder. Every variant has an epoch of its heads alone and then N more. The
-budget is chosen on validation samples: the smallest whose policy is right at least as often as the plain network, with
-the cost of heads, Laplace and ensembling in it. `continued` is the plain network itself, trained for N more epochs:
-what the epochs alone bring. Trainings go on where they were interrupted; results go to experiments/joint/results.json.
+there, and that of Fashion-MNIST in this folder. Every variant has an epoch of its heads alone (three of a third of the
+images) and then N more. The budget is chosen on validation samples: the smallest whose policy is right at least as
+often as the plain network, with the cost of heads and pools in it. `continued` is the plain network itself, trained for
+N more epochs: what the epochs alone bring. Trainings go on where they were interrupted; results go to
+experiments/joint/results.json, and their table to the README.
 """
 
 import argparse
@@ -20,12 +21,13 @@ import numpy as np
 import plain as plain_networks
 import torch
 from cifar100 import exitwise, finished
-from plain import MODEL, SHAPES, TRAINING, costs_of, matched
+from plain import MODEL, SHAPES, TRAINING, matched
 from results import fill_tables, machine, rounded
 
 import exitwise as ew
 from exitwise import data
-from exitwise.calibration.methods import OURS
+from exitwise.calibration.methods import VANILLA
+from exitwise.calibration.overhead import cost_table
 from exitwise.core.files import write_json
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 from exitwise.training.loop import can_compile
@@ -34,19 +36,20 @@ from exitwise.training.machine import has_bf16_instructions
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "joint" / "results.json", HERE / "README.md"
 HEADER = """\
-| data | variant | epochs | test top-1 % by exit | saved, T_opt | change | saved, full method | change |
+| data | variant | epochs | test top-1 % by exit | saved, T_opt | change | saved, Pool | change |
 |---|---|---|---|---|---|---|---|
 """
-EXITS, HEAD_EPOCHS, VAL = 4, 1, 5000
+EXITS, HEAD_EPOCHS, VAL = 4, 3, 5000
+HEAD_SAMPLES = 15_000
 AUGMENTATION = {"fashion-mnist": "fashion-mnist", "cifar100": "cifar100-short"}  # recipe that has it
-METHODS = ("T_opt", OURS)
+METHODS = ("T_opt", "Pool")
 
 Train = Callable[[ew.MultiExitNet, data.Splits[Any], ew.Recipe, Path], None]
 
 
 def train_frozen(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
     """Only the heads."""
-    ew.train_heads(net, splits.train, splits.val, epochs=HEAD_EPOCHS + recipe.epochs, distill=recipe.distill)
+    ew.train_heads(net, splits.train, splits.val, epochs=1 + recipe.epochs, distill=recipe.distill)
 
 
 def train_joint(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
@@ -55,7 +58,8 @@ def train_joint(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recip
     heads = folder / "heads.safetensors"
     if not resume and len(net.exits) > 1:
         if not heads.exists():
-            ew.train_heads(net, splits.train, splits.val, epochs=HEAD_EPOCHS, distill=recipe.distill)
+            few = splits.train[torch.arange(HEAD_SAMPLES)]
+            ew.train_heads(net, few, splits.val, epochs=HEAD_EPOCHS, distill=recipe.distill)
             ew.save_checkpoint(net, heads)
         ew.load_checkpoint(net, heads)
     machine = ew.Machine(precision="bf16-mixed" if has_bf16_instructions() else "32-true")
@@ -98,8 +102,8 @@ def plain_network(name: str, root: list[str], runs: Path) -> ew.MultiExitNet:
 def trace_of(net: ew.MultiExitNet, splits: data.Splits[Any], file: Path) -> ew.Trace:
     """The trace in a file, collected if it is not there."""
     if not file.exists():
-        loaders = (data.Batches(part, 250) for part in (splits.train, splits.val, splits.test))
-        ew.collect(net.eval(), *loaders).save(file)
+        val, test = (data.Batches(part, 250) for part in (splits.val, splits.test))
+        ew.collect(net.eval(), val=val, test=test).save(file)
     return ew.Trace.load(file)
 
 
@@ -109,14 +113,16 @@ def measure(
     """Early exits beside the plain network, which has the same samples."""
     assert trace.test is not None
     assert plain.test is not None
-    vanilla, alone = ew.calibrate(trace, "MSDNet (vanilla)"), ew.calibrate(plain, "MSDNet (vanilla)")
+    vanilla, alone = ew.calibrate(trace, VANILLA), ew.calibrate(plain, VANILLA)
     labels = trace.test.labels.numpy()
     right = alone.predict(plain.test).predicted[-1] == labels
     goal = float((alone.predict(plain.val).predicted[-1] == plain.val.labels.numpy()).mean())
     bootstrap = Bootstrap(len(labels))
     rows = {}
     for method in METHODS:
-        cal, costs = ew.calibrate(trace, method), costs_of(net, shape)[method]
+        cal = ew.calibrate(trace, method)
+        overhead = [row.pool if method == "Pool" else row.vanilla for row in cost_table(net, shape)]
+        costs = ew.Costs(tuple(map(float, overhead)))
         policy, preds = matched(cal, trace, costs, goal), cal.predict(trace.test)
         exits = policy.exits(preds)
         cost = np.array(costs.values)[exits] / whole
@@ -182,7 +188,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--cifar100", type=Path)
     parser.add_argument("--only", choices=AUGMENTATION)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--variants", default=";".join(VARIANTS), help="names, separated by semicolons")
     arguments = parser.parse_args()
     RESULTS.parent.mkdir(exist_ok=True)
