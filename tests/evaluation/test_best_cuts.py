@@ -144,4 +144,4 @@ def test_the_command_attaches_exits_there(tmp_path: object, exitwise: Command, m
     assert isinstance(net, MultiExitNet)
     assert f"Exits are after {', '.join(net.cuts or ())}, and at the end." in done.out
     done = exitwise("train-heads", *options, "--attach", "best", "--out", "other")
-    assert (done.status, done.err) == (2, "exitwise: --attach best needs --exits\n")
+    assert (done.status, done.err) == (2, "exitwise: --attach best needs the number of exits: give --exits\n")

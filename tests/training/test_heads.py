@@ -861,6 +861,7 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
         (["train-heads", "--precision", "bf16-mixed"], "No such option: --precision"),
         (["train", "--freeze-backbone", "--compile"], "--compile is not an option of train-heads"),
         (["train-heads", "--net", "heads_net:net", "--attach", "auto"], "--attach is for nets by name"),
+        (["train-heads", "--weights", "x.pth", "--attach", "auto"], "needs the number of exits: give --exits"),
         (["train-heads", "--weights", "x.pth", "--exits", "3"], "--exits is for --attach auto"),
         (["train-heads", "--weights", "x.pth", "--head", "conv"], "give --attach as well"),
         (["train", "--last"], "--last is an option of `exitwise train-heads`"),

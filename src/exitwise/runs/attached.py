@@ -24,6 +24,8 @@ def check_attach_options(net: NetOptions, attached: AttachOptions) -> None:
         raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
     if attached.exits is not None and attached.attach not in ("auto", "best"):
         raise InputError("--exits is for --attach auto and --attach best")
+    if attached.exits is None and attached.attach in ("auto", "best"):
+        raise InputError(f"--attach {attached.attach} needs the number of exits: give --exits")
     if attached.head is not None and attached.attach is None:
         raise InputError("--head is for exits that are attached: give --attach as well")
 
@@ -42,11 +44,8 @@ def build_attached_net(
     with temporary_seed(seed):
         example = torch.rand(1, *shape)
         if attached.attach == "best":
-            if attached.exits is None:
-                raise InputError("--attach best needs --exits")
-            cuts = best_cuts(
-                net.eval(), splits.train, splits.val, exits=attached.exits, example_inputs=example, seed=seed
-            )
+            exits = attached.exits or 0
+            cuts = best_cuts(net.eval(), splits.train, splits.val, exits=exits, example_inputs=example, seed=seed)
             if is_rank_zero():
                 print(cuts, file=sys.stderr)
             return attach(net, list(cuts.names), head=attached.head or "mlp", example_inputs=example)
