@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 export PYTHON
 
 .PHONY: demo test test-all test-soak fuzz test-kernels test-pythons wheel lint types
-.PHONY: benchmark docs screenshot experiments plain policies networks clean
+.PHONY: benchmark docs screenshot experiments plain joint policies networks clean
 
 demo: $(VENV)/core.ready
 	$(BIN)/python -m exitwise demo --out $(DEMO_RUN) --force
@@ -90,6 +90,10 @@ experiments: $(VENV)/dev.ready
 # Forty minutes, and goes on where it was interrupted: make plain [CIFAR100=DIR]
 plain: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/plain.py runs/plain $(if $(CIFAR100),--cifar100 $(CIFAR100))
+
+# Some hours, and goes on where it was interrupted: make joint CIFAR100=DIR
+joint: $(VENV)/dev.ready
+	nice -n 19 $(BIN)/python experiments/joint.py runs/plain $(if $(CIFAR100),--cifar100 $(CIFAR100))
 
 # About an hour: make policies CIFAR100=DIR
 policies: $(VENV)/dev.ready

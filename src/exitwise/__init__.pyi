@@ -23,6 +23,8 @@ from exitwise.evaluation.answers import evaluate_sets as evaluate_sets
 from exitwise.evaluation.best_cascades import CascadeTable as CascadeTable
 from exitwise.evaluation.best_cascades import best_cascades as best_cascades
 from exitwise.evaluation.best_cascades import single_exit as single_exit
+from exitwise.evaluation.best_cuts import BestCuts as BestCuts
+from exitwise.evaluation.best_cuts import best_cuts as best_cuts
 from exitwise.evaluation.evaluate import BudgetCurve as BudgetCurve
 from exitwise.evaluation.evaluate import Evaluation as Evaluation
 from exitwise.evaluation.evaluate import budget_curve as budget_curve

@@ -25,8 +25,8 @@ from exitwise import data
 from exitwise.core.seeds import derive_generator
 from exitwise.training import frozen_features
 from exitwise.training.frozen_features import CachedFeatures
-from exitwise.training.heads import head_loss
 from exitwise.training.history import History
+from exitwise.training.joint import exit_loss
 from exitwise.training.loop import TrainingCallback
 from exitwise.training.recipes import HeadRecipe
 from exitwise.training.trainable_head import TrainableHead, split_head
@@ -342,10 +342,10 @@ def test_distillation_is_the_formula() -> None:
     own = -np.log(softmax(z)[np.arange(9), y]).mean()
     p, q = softmax(t / 3), softmax(z / 3)
     expected = 0.7 * own + 0.3 * 9 * (p * np.log(p / q)).sum(1).mean()
-    assert float(head_loss(logits, labels, teacher, HeadRecipe(distill=0.3, temperature=3.0))) == pytest.approx(
+    assert float(exit_loss(logits, labels, teacher, HeadRecipe(distill=0.3, temperature=3.0))) == pytest.approx(
         expected
     )
-    assert float(head_loss(logits, labels, None, HeadRecipe())) == pytest.approx(own)
+    assert float(exit_loss(logits, labels, None, HeadRecipe())) == pytest.approx(own)
 
 
 @pytest.mark.slow
@@ -860,8 +860,10 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
         (["train", "--freeze-backbone", "--recipe", "digits"], "--recipe is not an option of train-heads"),
         (["train-heads", "--precision", "bf16-mixed"], "No such option: --precision"),
         (["train", "--freeze-backbone", "--compile"], "--compile is not an option of train-heads"),
-        (["train", "--distill", "0.5"], "--distill is an option of `exitwise train-heads`"),
-        (["train", "--weights", "x.pth"], "--weights is an option of `exitwise train-heads`"),
+        (["train-heads", "--net", "heads_net:net", "--attach", "auto"], "--attach is for nets by name"),
+        (["train-heads", "--weights", "x.pth", "--attach", "auto"], "needs the number of exits: give --exits"),
+        (["train-heads", "--weights", "x.pth", "--exits", "3"], "--exits is for --attach auto"),
+        (["train-heads", "--weights", "x.pth", "--head", "conv"], "give --attach as well"),
         (["train", "--last"], "--last is an option of `exitwise train-heads`"),
     ],
 )

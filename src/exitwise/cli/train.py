@@ -15,6 +15,7 @@ from exitwise.core.errors import InputError
 from exitwise.core.rank import is_rank_zero
 from exitwise.core.text import escape_controls
 from exitwise.runs.options import (
+    AttachOptions,
     DataOptions,
     ExecutionOptions,
     HeadTrainOptions,
@@ -30,6 +31,7 @@ OutOption = Annotated[Path | None, typer.Option(help="Directory of the new run."
 def train(
     data: DataOptions,
     net: NetOptions,
+    attached: AttachOptions,
     options: TrainOptions,
     machine: MachineOptions,
     execution: ExecutionOptions,
@@ -41,36 +43,35 @@ def train(
     force: ForceOption = False,
     as_json: JsonOption = False,
     freeze_backbone: Annotated[bool, typer.Option("--freeze-backbone", hidden=True)] = False,
-    weights: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    distill: Annotated[float | None, typer.Option(hidden=True)] = None,
-    attach: Annotated[str | None, typer.Option(hidden=True)] = None,
-    exits: Annotated[int | None, typer.Option(hidden=True)] = None,
     last: Annotated[bool, typer.Option("--last", hidden=True)] = False,
 ) -> None:
     """Train a net on a dataset, with the paper's recipe or your own, on one device or many.
 
     `exitwise train --data digits` creates a run. After any interruption, `exitwise train RUN --resume` continues bit
     for bit. The run keeps the weights of the epoch with the best validation accuracy at the last exit.
+
+    With --attach and --weights, exits are added to a trained network and trained together with all its layers (recipe
+    `joint`). Epochs in which the last exit loses more than --max-drop are not kept; of the others, the one with the
+    best mean accuracy over the exits is. `exitwise train-heads` leaves the network as it is, and is faster.
     """
     from exitwise.cli.progress import TrainingProgress
     from exitwise.runs.train import resume_run, train_new_run
     from exitwise.training.loop import TrainingInterruptedError
 
-    only_heads = HeadTrainOptions(
-        weights, attach, exits, last, options.epochs, options.batch_size, options.lr, distill, options.seed
-    )
     if freeze_backbone:
         if resume:
             raise InputError("a training of heads cannot be resumed: repeat it with --force")
-        for name in ("recipe", "compile", "precision"):
+        for name in ("recipe", "compile", "precision", "max_drop"):
             if getattr(options, name) is not None:
-                raise InputError(f"--{name} is not an option of train-heads")
-        _train_heads(data, net, only_heads, machine, out, force, as_json)
+                raise InputError(f"--{name.replace('_', '-')} is not an option of train-heads")
+        only_heads = HeadTrainOptions(
+            last, options.epochs, options.batch_size, options.lr, options.distill, options.seed
+        )
+        _train_heads(data, net, attached, only_heads, machine, out, force, as_json)
         print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
         return
-    for name in ("weights", "distill", "attach", "exits", "last"):
-        if getattr(only_heads, name) not in (None, False):
-            raise InputError(f"--{name} is an option of `exitwise train-heads`")
+    if last:
+        raise InputError("--last is an option of `exitwise train-heads`")
     configure_logging()
     if resume:
         path = _run_to_resume(run, out, data, force)
@@ -81,9 +82,10 @@ def train(
     try:
         with TrainingProgress() as callback:
             if resume:
+                _check_not_attached_again(path, attached)
                 history = resume_run(path, data.root, net, options, machine, execution, callback)
             else:
-                history = train_new_run(path, data, net, options, machine, execution, force, callback)
+                history = train_new_run(path, data, net, attached, options, machine, execution, force, callback)
     except TrainingInterruptedError as stopped:
         if is_rank_zero():
             devices = f" --devices {machine.devices}" if machine.devices else ""
@@ -100,6 +102,7 @@ def train(
 def train_heads(
     data: DataOptions,
     net: NetOptions,
+    attached: AttachOptions,
     options: HeadTrainOptions,
     machine: MachineOptions,
     out: OutOption = None,
@@ -111,12 +114,13 @@ def train_heads(
     The backbone runs once and its features are cached. Each head keeps the weights of the epoch with its lowest
     validation NLPD. Use --attach to add exits to a trained network.
     """
-    _train_heads(data, net, options, machine, out, force, as_json)
+    _train_heads(data, net, attached, options, machine, out, force, as_json)
 
 
 def _train_heads(
     data: DataOptions,
     net: NetOptions,
+    attached: AttachOptions,
     options: HeadTrainOptions,
     machine: MachineOptions,
     out: Path | None,
@@ -129,7 +133,7 @@ def _train_heads(
     configure_logging()
     path = new_run_path(out, data)
     with TrainingProgress() as callback:
-        history = train_heads_of_new_run(path, data, net, options, machine, force, callback)
+        history = train_heads_of_new_run(path, data, net, attached, options, machine, force, callback)
     _print_result(path, history, net.function, as_json)
 
 
@@ -247,6 +251,13 @@ def _options_of_new_data(data: DataOptions) -> dict[str, Any]:
     }
 
 
+def _check_not_attached_again(run: Path, attached: AttachOptions) -> None:
+    """Raise InputError if options that build the net of a new run are given for an existing one."""
+    for field in fields(attached):
+        if getattr(attached, field.name) is not None:
+            raise InputError(f"--{field.name} is for a new run: {run} has its exits and weights already")
+
+
 def _run_to_resume(run: Path | None, out: Path | None, data: DataOptions, force: bool) -> Path:
     from exitwise.runs.run import Run
     from exitwise.runs.train import check_same_data
@@ -273,7 +284,7 @@ def _print_result(path: Path, history: Any, net: str | None, as_json: bool) -> N
     accuracies = ", ".join(f"{100 * top1:.2f}" for top1 in history.top1)
     weights = (
         "each head from the epoch of its lowest validation NLPD"
-        if history.kept
+        if history.kept and best.val_nlpd
         else f"the weights of epoch {best.epoch}"
     )
     run = Run(path)

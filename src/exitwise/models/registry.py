@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from exitwise.core.checks import is_integer
 from exitwise.core.errors import InputError
 from exitwise.models.attach.attach import attach as _attach
 from exitwise.models.attach.attach import attach_named
@@ -49,6 +52,9 @@ BUDGET_RANGES: dict[str, tuple[float, float]] = {
         for size, interval in (("small", (3.5e8, 1.1e9)), ("medium", (7.5e8, 2.2e9)), ("large", (1.5e9, 2.6e9)))
     },
 }
+
+
+_MAX_IMAGE_SIZE = 4096  # of images in a spec, which may come from a file
 
 
 def list_presets() -> builtins.list[str]:
@@ -156,7 +162,7 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     if isinstance(spec, Mapping) and set(spec) == {"cascade"}:
         return rebuild_cascade(spec["cascade"], rebuild)
     if isinstance(spec, Mapping) and "module" in spec:
-        at, head = _read_attach(spec.get("attach"))
+        at, head, _ = _read_attach(spec.get("attach"))
         named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
         return attach_named(named, at, head).train()
     optional = ("num_classes", "in_channels", "attach")
@@ -167,15 +173,26 @@ def rebuild(spec: Mapping[str, Any]) -> MultiExitNet:
     net = build(**{name: value for name, value in spec.items() if name != "attach"})
     if exits is None:
         return net
-    at, head = _read_attach(exits)
-    return _attach(net.eval(), at, head=head).train()
+    at, head, shape = _read_attach(exits)
+    example = None if shape is None else torch.zeros(1, *shape)
+    return _attach(net.eval(), at, head=head, example_inputs=example).train()
 
 
-def _read_attach(exits: Any) -> tuple[Any, str]:
-    """Return the cuts and the kind of head of a spec's entry `attach`."""
-    if not isinstance(exits, Mapping) or set(exits) != {"at", "head"} or not isinstance(exits["head"], str):
-        raise InputError(f"a model spec's `attach` must hold `at` and `head`, but is {exits!r}")
-    return exits["at"], exits["head"]
+def _read_attach(exits: Any) -> tuple[Any, str, builtins.list[int] | None]:
+    """Return the cuts, the kind of head and the shape of an image from a spec's entry `attach`."""
+    if not isinstance(exits, Mapping) or not isinstance(exits.get("head"), str) or not _is_attach_spec(exits):
+        raise InputError(f"a model spec's `attach` must hold `at`, `head` and at most `input_shape`, but is {exits!r}")
+    return exits["at"], exits["head"], exits.get("input_shape")
+
+
+def _is_attach_spec(exits: Mapping[str, Any]) -> bool:
+    shape = exits.get("input_shape", [1])
+    return (
+        {"at", "head"} <= set(exits) <= {"at", "head", "input_shape"}
+        and isinstance(shape, builtins.list)
+        and 0 < len(shape) <= 3
+        and all(is_integer(size) and 0 < size <= _MAX_IMAGE_SIZE for size in shape)
+    )
 
 
 def budget_range(spec: Mapping[str, Any] | None) -> tuple[float, float] | None:

@@ -73,7 +73,8 @@ def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) ->
     data, training = run.metadata["data"], run.metadata.get("training")
     if isinstance(training, dict):
         recipe, model = training.get("recipe") or {}, run.metadata["model"]
-        cuts = (model.get("attach") or {}).get("at")
+        attached = model.get("attach") or {}
+        cuts, max_drop = attached.get("at"), recipe.get("max_drop")
         options = {
             "data": data["name"],
             "root": "DIR" if data.get("root") else None,
@@ -83,8 +84,10 @@ def _list_commands(run: Run, calibration: Calibration, policy: Policy | None) ->
             "net": model.get("net"),
             "weights": training.get("weights"),
             "attach": cuts and ",".join(cuts),
+            "head": None if attached.get("head") == "mlp" else attached.get("head"),
             "last": training.get("last"),
-            "distill": recipe.get("distill"),
+            "distill": recipe.get("distill") or None,
+            "max-drop": None if max_drop is None else f"{100 * max_drop:.10g}",
             "epochs": recipe.get("epochs"),
             "batch-size": recipe.get("batch_size"),
             "lr": recipe.get("lr"),

@@ -1,35 +1,41 @@
 """Networks of timm, torchvision and Hugging Face in runs: built for the classes of a dataset, with exits attached."""
 
+import sys
+from typing import Any
+
 import torch
 
 from exitwise import data, models
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import temporary_seed
-from exitwise.data.images import ImageDataset
+from exitwise.evaluation.best_cuts import best_cuts
 from exitwise.models.attach.attach import attach_named
 from exitwise.models.named.build import PRETRAINED
 from exitwise.models.named.module import NamedModule
 from exitwise.models.net import MultiExitNet
-from exitwise.runs.options import DataOptions, HeadTrainOptions
+from exitwise.runs.options import AttachOptions, DataOptions
 
 DEFAULT_EXITS = 4
 
 
-def build_named_for(name: str, source: DataOptions, options: HeadTrainOptions, seed: int) -> NamedModule:
+def build_named_for(
+    name: str, source: DataOptions, attached: AttachOptions, train_last: bool, seed: int
+) -> NamedModule:
     """Build a network by name for the classes of a dataset, before any time is spent on its images.
 
     Args:
         name: Name with the prefix of its library, such as "timm:resnet50".
         source: The dataset, whose image size wins over the network's own.
-        options: The file of weights, and whether the last layer is trained.
+        attached: The file of weights.
+        train_last: Whether the last layer is trained, and may have other classes than the weights.
         seed: Seed of a new last layer.
     """
     dataset = data.get_dataset(str(source.data))
     images, _ = data.load(str(source.data), source.root, skip_unreadable=False, fetch=source.download)
     size = dataset.size or source.image_size
-    weights = PRETRAINED if options.weights is None else options.weights
+    weights = PRETRAINED if attached.weights is None else attached.weights
     with temporary_seed(seed):
-        if options.weights is None and not options.last:
+        if attached.weights is None and not train_last:
             named = models.build_named(name, weights=weights, image_size=size)
             _check_classes(named, len(images.classes))
         else:
@@ -39,22 +45,32 @@ def build_named_for(name: str, source: DataOptions, options: HeadTrainOptions, s
     return named
 
 
-def attach_to_named(named: NamedModule, images: ImageDataset, options: HeadTrainOptions, seed: int) -> MultiExitNet:
+def attach_to_named(
+    named: NamedModule, attached: AttachOptions, splits: data.Splits[Any], train_last: bool, seed: int
+) -> MultiExitNet:
     """Attach exits to a network by name; its last layer gets the order of the dataset's classes.
 
     Args:
         named: The network.
-        images: The training images.
-        options: Where exits are attached.
+        attached: Where exits are attached, and their heads.
+        splits: The images.
+        train_last: Whether the last layer is trained, so that its classes have the order of the dataset already.
         seed: Seed of the new heads.
     """
-    is_auto = options.attach in (None, "auto")
-    at = "auto" if is_auto else str(options.attach).split(",")
-    exits = options.exits if options.exits is not None or not is_auto else DEFAULT_EXITS
+    at: str | list[str] = attached.attach or "auto"
+    exits = (attached.exits or DEFAULT_EXITS) if at in ("auto", "best") else attached.exits
     with temporary_seed(seed):
-        net = attach_named(named, at, exits=exits)
-    if named.classes is not None and not options.last:
-        _reorder_classes(net, [_fold(name) for name in named.classes], [_fold(name) for name in images.classes])
+        if at == "best":
+            cuts = best_cuts(
+                named.module, splits.train, splits.val, exits=exits or 0, example_inputs=named.example, seed=seed
+            )
+            print(cuts, file=sys.stderr)
+            at, exits = list(cuts.names), None
+        elif at != "auto":
+            at = str(at).split(",")
+        net = attach_named(named, at, attached.head or "mlp", exits=exits)
+    if named.classes is not None and not train_last:
+        _reorder_classes(net, [_fold(name) for name in named.classes], [_fold(name) for name in splits.train.classes])
     return net
 
 

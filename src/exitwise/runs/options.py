@@ -76,6 +76,34 @@ class NetOptions:
 
 
 @dataclass(frozen=True)
+class AttachOptions:
+    """Exits that are attached to a trained network before it is trained."""
+
+    weights: Annotated[
+        Path | None,
+        Option(help="Checkpoint to load into the net first.", show_default="pretrained for timm:NAME and the like"),
+    ] = None
+    attach: Annotated[
+        str | None,
+        Option(
+            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits.",
+            show_default="auto for timm:NAME and the like",
+        ),
+    ] = None
+    exits: Annotated[
+        int | None,
+        Option(
+            help="Number of exits for --attach: of about equal cost (auto), or where they are worth most (best).",
+            show_default="4 for timm:NAME and the like",
+        ),
+    ] = None
+    head: Annotated[
+        Literal["mlp", "linear", "conv"] | None,
+        Option(help="Kind of the new heads; conv has convolutions of its own for large maps.", show_default="mlp"),
+    ] = None
+
+
+@dataclass(frozen=True)
 class MachineOptions:
     """Devices and processes."""
 
@@ -118,6 +146,20 @@ class TrainOptions:
             show_default="32-true; bf16-mixed for at least 5,000 batches on a CPU with instructions for it",
         ),
     ] = None
+    distill: Annotated[
+        float | None,
+        Option(
+            help="Weight of distillation from the last exit before the training, from 0 to 1.",
+            show_default="the recipe's",
+        ),
+    ] = None
+    max_drop: Annotated[
+        float | None,
+        Option(
+            help="Percentage points of validation accuracy that the last exit may lose; worse epochs are not kept.",
+            show_default="the recipe's",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -137,23 +179,6 @@ class ExecutionOptions:
 class HeadTrainOptions:
     """Options of a training of the heads on a frozen backbone; None means the recipe's default."""
 
-    weights: Annotated[
-        Path | None,
-        Option(help="Checkpoint to load into the net first.", show_default="pretrained for timm:NAME and the like"),
-    ] = None
-    attach: Annotated[
-        str | None,
-        Option(
-            help="Add exits after these submodules (a,b,c), or `auto` together with --exits.",
-            show_default="auto for timm:NAME and the like",
-        ),
-    ] = None
-    exits: Annotated[
-        int | None,
-        Option(
-            help="Number of exits for --attach auto, of about equal cost.", show_default="4 for timm:NAME and the like"
-        ),
-    ] = None
     last: Annotated[bool, Option("--last", help="Train the last head, too.")] = False
     epochs: Annotated[int | None, Option(help="Epochs.", show_default="the recipe's")] = None
     batch_size: Annotated[int | None, Option(help="Batch size.", show_default="the recipe's")] = None

@@ -11,25 +11,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exitwise import data
+from exitwise.core.checks import check_number
 from exitwise.core.distributed import rank, run_on_rank_zero
 from exitwise.core.errors import AllRanksError, InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
+from exitwise.models.weights import load_checkpoint, save_checkpoint
+from exitwise.runs.attached import build_attached_net, check_attach_options, warn_of_last_exit
 from exitwise.runs.data import absolute_name, load_new_data, load_splits
-from exitwise.runs.nets import build_net, net_input_size, rebuild_net
-from exitwise.runs.options import DataOptions, ExecutionOptions, MachineOptions, NetOptions, TrainOptions
+from exitwise.runs.nets import net_input_size, rebuild_net
+from exitwise.runs.options import AttachOptions, DataOptions, ExecutionOptions, MachineOptions, NetOptions, TrainOptions
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.heads import train_heads
 from exitwise.training.history import History
+from exitwise.training.joint import ORIGINAL_FILE, needs_original
 from exitwise.training.loop import Trainer, TrainingCallback, TrainingInterruptedError, worth_bf16, worth_compiling
 from exitwise.training.machine import Machine
-from exitwise.training.recipes import Recipe, get_recipe
+from exitwise.training.recipes import JOINT, Recipe, get_recipe
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 _log = logging.getLogger(__name__)
+_HEAD_EPOCHS = 3  # in which new heads are trained alone, before they are trained together with the network
 _MIN_BATCHES = 4  # per epoch, for a dataset that is smaller than one batch of the recipe
 
 
@@ -44,6 +51,7 @@ class TrainingSpec:
     threads: int
     parts: int  # micro-batches per batch: processes times micro-batches that each accumulates
     images: str  # digest of the training images and their order
+    weights: str | None = None  # file of the weights that the training started from, for information
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "recipe": self.recipe.to_dict()}
@@ -56,13 +64,18 @@ class TrainingSpec:
         for name, kind in kinds.items():
             if not isinstance(training.get(name), kind):
                 raise InputError(f"{run.directory / 'run.json'} must hold the {name} of its training")
-        return cls(Recipe.from_dict(training.get("recipe")), **{name: training[name] for name in kinds})
+        weights = training.get("weights")
+        if weights is not None and not isinstance(weights, str):
+            raise InputError(f"{run.directory / 'run.json'} must name the weights of its training, but has {weights!r}")
+        values = {name: training[name] for name in kinds}
+        return cls(Recipe.from_dict(training.get("recipe")), **values, weights=weights)
 
 
 def train_new_run(
     directory: Path,
     source: DataOptions,
     net_options: NetOptions,
+    attached: AttachOptions,
     options: TrainOptions,
     machine: MachineOptions,
     execution: ExecutionOptions,
@@ -70,18 +83,24 @@ def train_new_run(
     callback: TrainingCallback,
 ) -> History:
     """Create a run and train its net."""
+    check_attach_options(net_options, attached)
     dataset = data.get_dataset(str(source.data))
-    recipe = make_recipe(options, dataset.recipe)
+    recipe = make_recipe(options, dataset.recipe, JOINT if attached.attach else None)
     seed = options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
+    if is_named(preset):
+        raise InputError(
+            f"--model {preset} is for train-heads: exitwise train takes presets and --net"
+        )
     size = net_input_size(preset)
+    if preset and attached.weights is None and (attached.attach or needs_original(recipe)):
+        raise InputError(f"this training starts from a trained {preset}: give its weights with --weights")
     fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
     held_out, splits, metadata = load_new_data(source, size)
     if options.batch_size is None:
         recipe = _fit_batch_size(recipe, len(splits.train), fabric.world_size * (execution.accumulate or 1))
-    with temporary_seed(seed):
-        net = build_net(preset, net_options.function, splits.train.shape, len(splits.train.classes))
+    net = build_attached_net(preset, net_options, attached, splits, seed)
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if options.compile is None else options.compile
     as_batch_source(splits.train, recipe, seed)  # fails for a batch size larger than the training set
@@ -92,6 +111,20 @@ def train_new_run(
         if rank() == 0:
             reason = "this CPU has instructions for it (--precision 32-true turns it off)"
             print(f"exitwise: trains with --precision bf16-mixed, because {reason}", file=sys.stderr)
+    if attached.attach:  # every process does this, with the same result
+        net.to(fabric.device)
+        warn_of_last_exit(net, splits)
+        train_heads(
+            net,
+            splits.train,
+            splits.val,
+            epochs=_HEAD_EPOCHS,
+            distill=recipe.distill,
+            temperature=recipe.temperature,
+            seed=seed,
+            workers=machine.workers,
+            callback=callback,
+        )
     fabric.launch()
     spec = TrainingSpec(
         recipe=recipe,
@@ -101,10 +134,11 @@ def train_new_run(
         threads=torch.get_num_threads(),
         parts=fabric.world_size * (execution.accumulate or 1),
         images=_digest(splits.train),
+        weights=None if attached.weights is None else str(attached.weights.resolve()),
     )
     trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
     described = run_metadata(net.spec or {"net": net_options.function}, metadata, spec.to_dict())
-    run_on_rank_zero(lambda: _create_run(directory, force, described, held_out))
+    run_on_rank_zero(lambda: _create_run(directory, force, described, held_out, net if spec.weights else None))
     try:
         return _run_training(trainer, execution, callback)
     except TrainingInterruptedError:
@@ -118,15 +152,28 @@ def train_new_run(
         raise
 
 
-def make_recipe(options: TrainOptions, default: str) -> Recipe:
-    """Return the recipe of the options, or the default one by name, with the values that the options override."""
-    recipe = get_recipe(options.recipe or default)
+def make_recipe(options: TrainOptions, of_data: str, default: str | None = None) -> Recipe:
+    """Return the recipe of the options, or the default one by name, with the values that the options override.
+
+    Args:
+        options: Names a recipe, or values of it.
+        of_data: Name of the dataset's recipe; its augmentation is also that of a joint training.
+        default: Name of the default recipe, if it is not the dataset's.
+    """
+    name = options.recipe or default or of_data
+    recipe = get_recipe(name)
+    if name == JOINT:
+        recipe = replace(recipe, augmentation=get_recipe(of_data).augmentation)
     if options.epochs is not None:
         recipe = recipe.scaled(options.epochs)
     if options.batch_size is not None:
         recipe = replace(recipe, batch_size=options.batch_size)
     if options.lr is not None:
         recipe = replace(recipe, lr=options.lr)
+    if options.distill is not None:
+        recipe = replace(recipe, distill=options.distill)
+    if options.max_drop is not None:
+        recipe = replace(recipe, max_drop=check_number("max_drop", options.max_drop, 0, 100) / 100)
     return recipe
 
 
@@ -172,6 +219,8 @@ def resume_run(
     trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
     if not run_on_rank_zero(lambda: _has_no_checkpoint(trainer, directory)):
         trainer.resume()
+    elif spec.weights is not None:
+        load_checkpoint(net, directory / ORIGINAL_FILE)
     return _run_training(trainer, execution, callback)
 
 
@@ -223,8 +272,13 @@ def _run_training(trainer: Trainer, execution: ExecutionOptions, callback: Train
     return history
 
 
-def _create_run(directory: Path, force: bool, metadata: dict[str, Any], held_out: data.HoldOut) -> None:
+def _create_run(
+    directory: Path, force: bool, metadata: dict[str, Any], held_out: data.HoldOut, net: MultiExitNet | None
+) -> None:
+    """Create the directory of a run, with the weights that its training starts from unless `net` is None."""
     with atomic_directory(directory, force) as new:
+        if net is not None:
+            save_checkpoint(net, new / ORIGINAL_FILE)
         write_json(new / "run.json", metadata)
         held_out.save(new / "split.safetensors")
 
@@ -248,6 +302,8 @@ def _check_same_options(run: Run, net_options: NetOptions, options: TrainOptions
         "seed": (options.seed, spec.seed),
         "compile": (options.compile, spec.compile),
         "precision": (options.precision, spec.precision),
+        "distill": (options.distill, recipe.distill),
+        "max-drop": (options.max_drop, None if recipe.max_drop is None else round(100 * recipe.max_drop, 9)),
     }
     for name, (requested, value) in pairs.items():
         if requested is not None and requested != value:
@@ -255,6 +311,8 @@ def _check_same_options(run: Run, net_options: NetOptions, options: TrainOptions
                 f"{run.directory} is trained with --{name} {value}, and cannot be resumed with {requested}"
             )
     if options.recipe is not None:
-        scaled = get_recipe(options.recipe).scaled(recipe.epochs)
-        if replace(scaled, lr=recipe.lr, batch_size=recipe.batch_size) != recipe:
+        overridden = {name: getattr(recipe, name) for name in ("lr", "batch_size", "distill", "max_drop")}
+        if options.recipe == JOINT:
+            overridden["augmentation"] = recipe.augmentation
+        if replace(get_recipe(options.recipe).scaled(recipe.epochs), **overridden) != recipe:
             raise InputError(f"{run.directory} is trained with another recipe than {options.recipe!r}")

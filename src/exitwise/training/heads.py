@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
 from exitwise.core.checks import check_bool
@@ -18,6 +18,7 @@ from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.training.frozen_features import Cache, CachedFeatures, RecomputedFeatures, make_head_data
 from exitwise.training.history import EpochRecord, History
+from exitwise.training.joint import exit_loss
 from exitwise.training.loop import TrainingCallback, resolve_former_name
 from exitwise.training.recipes import HeadRecipe
 from exitwise.training.trainable_head import TrainableHead
@@ -194,7 +195,7 @@ class _HeadTraining:
                 group["lr"] = self._schedule.lr_at(epoch, index / batches)
             torch.manual_seed(derive_seed(self._seed, epoch, index))
             logits = [head.logits(x) for head, x in zip(self._heads, inputs, strict=True)]
-            losses = torch.stack([head_loss(z, labels, teacher_logits, self._recipe) for z in logits])
+            losses = torch.stack([exit_loss(z, labels, teacher_logits, self._recipe) for z in logits])
             total += self._sum_finite(losses.detach(), f"epoch {epoch + 1}, batch {index + 1}")
             self._optimizer.zero_grad()
             losses.sum().backward()  # type: ignore[no-untyped-call]
@@ -230,14 +231,3 @@ class _HeadTraining:
                     f"lower `lr`, or check the inputs for values that are not finite"
                 )
         return float(losses.sum())
-
-
-def head_loss(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, recipe: HeadRecipe) -> Tensor:
-    """Return the loss of a head's logits (n, c): cross-entropy, and distillation from the last exit's logits (n, c)."""
-    own_loss = cross_entropy(logits, labels)
-    if teacher_logits is None or not recipe.distill:
-        return own_loss
-    T = recipe.temperature
-    student, teacher = (logits / T).log_softmax(1), (teacher_logits / T).log_softmax(1)
-    divergence = kl_div(student, teacher, log_target=True, reduction="batchmean")
-    return (1 - recipe.distill) * own_loss + recipe.distill * T**2 * divergence

@@ -39,8 +39,9 @@ class History:
 
     Args:
         epochs: Records of the epochs that are done.
-        kept: Empty after `train`. After `train_heads`, the epoch of each head's weights (K,), from 1, in which its
-            validation NLPD was lowest; 0 for a head that was not trained.
+        kept: Empty after `train`, unless its recipe limits what the last exit may lose: then the epoch of all weights,
+            K times, or 0 if none is kept. After `train_heads`, the epoch of each head's weights (K,), from 1, in which
+            its validation NLPD was lowest; 0 for a head that was not trained.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -50,10 +51,13 @@ class History:
     def best(self) -> EpochRecord:
         """First epoch with the best validation accuracy at the last exit.
 
-        After `train_heads`, the first epoch with the lowest validation NLPD, summed over the exits.
+        If all exits have the weights of one epoch, it is that one. After `train_heads`, else, the first epoch with the
+        lowest validation NLPD, summed over the exits.
         """
         if not self.epochs:
             raise InputError("a history without epochs has no best epoch")
+        if self.kept and self.kept[0] and len(set(self.kept)) == 1:
+            return self.epochs[self.kept[0] - 1]
         if self.kept and all(row.val_nlpd for row in self.epochs):
             return min(self.epochs, key=lambda row: (sum(row.val_nlpd), row.epoch))
         exits = slice(None) if self.kept else slice(-1, None)

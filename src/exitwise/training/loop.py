@@ -4,11 +4,12 @@ Data order, augmentation and dropout depend only on the seed, the epoch and the 
 recipe. A checkpoint of weights and momentum is therefore enough to resume bit for bit, from any batch.
 """
 
+import logging
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from exitwise.core import distributed
 from exitwise.core.checks import check_integer
@@ -32,6 +32,18 @@ from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.training.batch_sources import BatchSource, as_batch_source, as_eval_loader
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
+from exitwise.training.joint import (
+    ORIGINAL_FILE,
+    ScaledGradients,
+    check_kept,
+    describe_drop,
+    exit_loss,
+    find_kept_epoch,
+    load_original,
+    make_teacher,
+    needs_original,
+    parameter_groups,
+)
 from exitwise.training.machine import Machine, has_bf16_instructions
 from exitwise.training.recipes import Recipe, get_recipe
 
@@ -40,6 +52,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _LONG_TRAINING = 5000  # batches; compiling takes one or two minutes, and saves about a quarter of the remaining time
 
@@ -83,6 +97,7 @@ class TrainingState:
     seconds: float = 0.0  # of this epoch so far
     speed: float = 0.0  # images per second in this epoch
     rows: list[EpochRecord] = field(default_factory=list)
+    original_top1: float | None = None  # validation accuracy of the last exit before the training, if it is limited
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict."""
@@ -93,7 +108,9 @@ class TrainingState:
         """Return the state that `to_dict` described; raise InputError if a field is missing or invalid."""
         try:
             rows = [EpochRecord.from_dict(row) for row in data["rows"]]
-            numbers = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
+            numbers: dict[str, Any] = {name: float(data[name]) for name in ("loss", "seconds", "speed")}
+            if data.get("original_top1") is not None:
+                numbers["original_top1"] = float(data["original_top1"])
             return cls(epoch=int(data["epoch"]), batch=int(data["batch"]), rows=rows, **numbers)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"a checkpoint's state is not usable: {shorten(error)}") from None
@@ -118,8 +135,12 @@ def train(
 ) -> History:
     """Train a net in place; write its best weights, its history and checkpoints to the folder `out`.
 
-    The loss is the sum of the exits' cross-entropies. Afterwards the net has the weights of the epoch with the best
-    validation accuracy at the last exit.
+    The loss is the sum of the exits' losses: cross-entropies, unless the recipe adds distillation. Afterwards the net
+    has the weights of the epoch with the best validation accuracy at the last exit or, with the recipe's `max_drop`,
+    at all exits. Parameters whose `requires_grad` is False stay as they are.
+
+    A net with exits attached to a trained module is trained with the recipe "joint": start with `train_heads`, so that
+    the new heads do not disturb the module's layers.
 
     Args:
         net: The net to train.
@@ -145,7 +166,7 @@ def train(
 
     Raises:
         InputError: An argument is invalid, `out` holds a training and `resume` is False, the checkpoint was made with
-            other settings, or the loss became non-finite.
+            other settings, the loss became non-finite, or the last exit lost more than `max_drop` in every epoch.
 
     Example:
         >>> import exitwise as ew
@@ -234,6 +255,7 @@ class Trainer:
         self.callback = TrainingCallback()
         self.checkpoint_minutes = 10.0
         self._has_run = False  # whether a forward pass of the net has succeeded
+        self._teacher: Callable[[Any], Tensor] | None = None
         if compile and not can_compile():
             raise AllRanksError("torch.compile needs a C++ compiler, but none was found: install g++, or set CXX")
         self._parts = fabric.world_size * self.accumulate
@@ -247,14 +269,16 @@ class Trainer:
         if fast:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._optimizer = torch.optim.SGD(
-            net.parameters(),
+            parameter_groups(net, recipe),
             lr=recipe.lr,
             momentum=recipe.momentum,
             nesterov=recipe.nesterov and recipe.momentum > 0,
             weight_decay=recipe.weight_decay,
             fused=fabric.device.type in ("cpu", "cuda"),
         )
-        module: nn.Module = torch.compile(net) if compile else net  # type: ignore[assignment]
+        self._compile = compile
+        module: nn.Module = ScaledGradients(net) if recipe.scale_gradients else net
+        module = torch.compile(module) if compile else module  # type: ignore[assignment]
         self._module, self._fabric_optimizer = fabric.setup(module, self._optimizer)
 
     # -- checkpoints
@@ -282,7 +306,8 @@ class Trainer:
         """Restore the newest intact checkpoint."""
         self.restore(*distributed.run_on_rank_zero(self.checkpoints.load))
         best_weights = self.folder / "net.safetensors"
-        if self.state.rows and not best_weights.is_file():
+        history = self._history()
+        if self.state.rows and (any(history.kept) or not history.kept) and not best_weights.is_file():
             raise AllRanksError(f"{best_weights} is missing, so the best weights are lost: start a new training run")
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -319,16 +344,37 @@ class Trainer:
     def _run(self) -> History:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
         with _lock_run(self.folder), _stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
-            self.callback.on_train_start(self.recipe.epochs, len(self.source), History(tuple(self.state.rows)))
+            self.callback.on_train_start(self.recipe.epochs, len(self.source), self._history())
             if distributed.broadcast_object(self.checkpoints.newest() is None):
+                self._record_original(stop_signals)
                 self.save()
+            if self.recipe.distill and self.state.epoch < self.recipe.epochs:
+                self._teacher = make_teacher(load_original(self.net, self.folder), self._compile)
             while self.state.epoch < self.recipe.epochs:
                 self._train_epoch(stop_signals)
                 self._finish_epoch(stop_signals)
-        history = History(tuple(self.state.rows))
+        history = self._history()
         if distributed.rank() == 0:
             history.save(self.folder / "history.csv")
+        if self.recipe.max_drop is not None and self.state.original_top1 is not None:
+            check_kept(history, self.state.original_top1, self.recipe.max_drop)
         return history
+
+    def _record_original(self, stop_signals: list[int]) -> None:
+        """Before the first epoch, write the weights that the training compares with, and validate them."""
+        if not needs_original(self.recipe):
+            return
+        distributed.run_on_rank_zero(lambda: save_checkpoint(self.net, self.folder / ORIGINAL_FILE))
+        if self.recipe.max_drop is not None:
+            self.state.original_top1 = self._validate(stop_signals)[0][-1]
+
+    def _history(self) -> History:
+        """Return the history so far; with `max_drop`, it names the epoch that is kept."""
+        rows = tuple(self.state.rows)
+        if self.recipe.max_drop is None or self.state.original_top1 is None:
+            return History(rows)
+        epoch = find_kept_epoch(rows, self.state.original_top1, self.recipe.max_drop)
+        return History(rows, (epoch,) * len(self.net.exits))
 
     def _train_epoch(self, stop_signals: list[int]) -> None:
         """Train on the batches of the current epoch that are not done yet."""
@@ -374,8 +420,8 @@ class Trainer:
             images_per_second=state.speed,
             seconds=state.seconds + time.monotonic() - start,
         )
-        best = History((*state.rows, row)).best is row
         state.rows.append(row)
+        best = self._is_kept(row)
         state.epoch, state.batch, state.loss, state.seconds = state.epoch + 1, 0, 0.0, 0.0
         # Before the checkpoint: an epoch that is repeated after an interruption writes the same files again.
         distributed.run_on_rank_zero(lambda: self._write_results(best))
@@ -384,11 +430,20 @@ class Trainer:
         if stop_signals and distributed.world_size() == 1:
             raise TrainingInterruptedError(stop_signals[0], self._describe_progress())
 
+    def _is_kept(self, row: EpochRecord) -> bool:
+        """Return whether the newest epoch is the one to keep; warn if its last exit lost too much."""
+        history, original_top1, max_drop = self._history(), self.state.original_top1, self.recipe.max_drop
+        if original_top1 is None or max_drop is None:
+            return history.best is row
+        if not find_kept_epoch([row], original_top1, max_drop) and distributed.rank() == 0:
+            _log.warning("epoch %d is not kept: %s", row.epoch, describe_drop(row, original_top1, max_drop))
+        return history.kept[-1] == row.epoch
+
     def _write_results(self, best: bool) -> None:
         """Write the history and, after the best epoch so far, the weights."""
         if best:
             save_checkpoint(self.net, self.folder / "net.safetensors")
-        History(tuple(self.state.rows)).save(self.folder / "history.csv")
+        self._history().save(self.folder / "history.csv")
 
     def _step(self, micro_batches: MicroBatches, stop_requested: bool, save_due: bool) -> tuple[float, bool, bool]:
         """Make one optimizer step; return the loss over all ranks and whether any of them requests a stop or a save."""
@@ -402,7 +457,8 @@ class Trainer:
                 images = images.contiguous(memory_format=self._memory_format)
             with self.fabric.no_backward_sync(self._module, enabled=count < len(micro_batches)):
                 logits, labels = self._compute_logits(images), self._check_labels(labels, "train")
-                part = self._sum_losses(logits, labels) / len(micro_batches)
+                teacher_logits = self._compute_teacher_logits(images)
+                part = self._sum_losses(logits, labels, teacher_logits) / len(micro_batches)
                 self.fabric.backward(part)
             own_loss += part.detach().double().cpu()
         flags = torch.tensor([stop_requested, save_due], dtype=torch.float64)
@@ -435,9 +491,17 @@ class Trainer:
         moved: Tensor = self.fabric.to_device(labels)
         return moved
 
-    def _sum_losses(self, logits: list[Tensor], labels: Tensor) -> Tensor:
-        """Return the sum of the exits' cross-entropies."""
-        return torch.stack([cross_entropy(exit_logits.float(), labels) for exit_logits in logits]).sum()
+    def _compute_teacher_logits(self, images: Tensor) -> Tensor | None:
+        """Return the logits of the net before the training, None without distillation."""
+        if self._teacher is None:
+            return None
+        with self.fabric.autocast():
+            return self._teacher(images)
+
+    def _sum_losses(self, logits: list[Tensor], labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+        """Return the sum of the exits' losses; without a teacher's logits, of their cross-entropies."""
+        losses = [exit_loss(exit_logits.float(), labels, teacher_logits, self.recipe) for exit_logits in logits]
+        return torch.stack(losses).sum()
 
     def _validate(self, stop_signals: list[int]) -> tuple[tuple[float, ...], float]:
         """Return the top-1 accuracy of every exit and the mean of the summed losses over the validation split."""
@@ -464,7 +528,7 @@ class Trainer:
 
     def _set_lr(self, epoch: int, done: float) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.lr_at(epoch, done)
+            group["lr"] = group["relative_lr"] * self.recipe.lr_at(epoch, done)
 
     def _describe_progress(self) -> str:
         return f"after {self.state.epoch} epochs and {self.state.batch} batches"

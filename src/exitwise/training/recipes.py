@@ -5,14 +5,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import cos, pi
 from typing import Any
 
-from exitwise.core.checks import check_integer, check_number, get_named
+from exitwise.core.checks import check_bool, check_integer, check_number, get_named
 from exitwise.core.errors import InputError
 from exitwise.data.images import Augmentation
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """SGD on the sum of the exits' cross-entropies, with a learning rate schedule.
+    """SGD on the sum of the exits' losses, with a learning rate schedule.
+
+    An exit's loss is its cross-entropy. For a net with exits attached to a trained module there is more: distillation
+    from the module itself, smaller steps for its layers, and a limit to what its own exit may lose. With `distill` d
+    and `temperature` T, the loss of every exit is (1 - d) * cross-entropy + d * T^2 * KL(last exit || exit), where the
+    last exit is that of the net before the training.
 
     With milestones, the learning rate falls to a tenth at the beginning of each of these epochs. Without, it falls
     along half a cosine to `final_lr`. In the first `warmup` epochs it rises linearly from 0.
@@ -28,6 +33,13 @@ class Recipe:
         nesterov: Use Nesterov momentum.
         weight_decay: Weight decay of SGD.
         augmentation: Random crops and flips of training images; none by default.
+        distill: Weight d of distillation from the last exit as it was before the training, from 0 to 1.
+        temperature: Temperature T of distillation.
+        backbone_lr: Learning rate of the stages and of the last head, relative to that of the other heads.
+        scale_gradients: Give every stage the mean of the gradients of the exits after it, instead of their sum.
+        max_drop: Validation accuracy, as a fraction, that the last exit may lose against the net before the training.
+            Epochs in which it loses more are not kept. Of the others, the one with the best mean accuracy over the
+            exits is kept. If None, the epoch with the best accuracy at the last exit is kept.
 
     Raises:
         InputError: An argument is invalid.
@@ -51,13 +63,22 @@ class Recipe:
     nesterov: bool = False
     weight_decay: float = 1e-4
     augmentation: Augmentation = field(default_factory=Augmentation)
+    distill: float = 0.0
+    temperature: float = 2.0
+    backbone_lr: float = 1.0
+    scale_gradients: bool = False
+    max_drop: float | None = None
 
     def __post_init__(self) -> None:
         # Converted, because NumPy's numbers cannot be written to JSON.
         for name, minimum in (("epochs", 1), ("batch_size", 1), ("warmup", 0)):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum))
-        for name in ("lr", "final_lr", "momentum", "weight_decay"):
+        for name in ("lr", "final_lr", "momentum", "weight_decay", "backbone_lr"):
             object.__setattr__(self, name, check_number(name, getattr(self, name), 0))
+        _check_distillation(self)
+        check_bool("scale_gradients", self.scale_gradients)
+        if self.max_drop is not None:
+            object.__setattr__(self, "max_drop", check_number("max_drop", self.max_drop, 0, 1))
 
     def scaled(self, epochs: int) -> "Recipe":
         """Return a copy for another number of epochs; milestones and warm-up scale along, rounded to whole epochs."""
@@ -118,10 +139,7 @@ class HeadRecipe:
         checked = self.to_recipe()
         for name in ("epochs", "batch_size", "lr", "weight_decay"):
             object.__setattr__(self, name, getattr(checked, name))
-        object.__setattr__(self, "distill", check_number("distill", self.distill, 0, 1))
-        object.__setattr__(self, "temperature", check_number("temperature", self.temperature))
-        if self.temperature <= 0:
-            raise InputError(f"`temperature` must be above 0, but got {self.temperature:g}")
+        _check_distillation(self)
 
     def to_recipe(self, max_batch_size: int | None = None) -> Recipe:
         """Return a `Recipe` with the same schedule and no augmentation; `max_batch_size` caps its batch size."""
@@ -133,8 +151,18 @@ class HeadRecipe:
         return asdict(self)
 
 
+def _check_distillation(recipe: Recipe | HeadRecipe) -> None:
+    """Convert weight and temperature of distillation to floats; raise InputError if they are invalid."""
+    object.__setattr__(recipe, "distill", check_number("distill", recipe.distill, 0, 1))
+    object.__setattr__(recipe, "temperature", check_number("temperature", recipe.temperature))
+    if recipe.temperature <= 0:
+        raise InputError(f"`temperature` must be above 0, but got {recipe.temperature:g}")
+
+
 _CROP_AND_FLIP = Augmentation(padding=4, flip=True)
 _RESIZED_CROP_AND_FLIP = Augmentation(resized_crop=True, flip=True)
+
+JOINT = "joint"  # name of the recipe for exits that are trained together with the module they are attached to
 
 RECIPES: Mapping[str, Recipe] = {
     # The paper's recipes.
@@ -155,6 +183,17 @@ RECIPES: Mapping[str, Recipe] = {
         epochs=10, batch_size=64, warmup=1, nesterov=True, augmentation=Augmentation(padding=2, flip=True)
     ),
     "digits": Recipe(epochs=40, batch_size=50, warmup=1, nesterov=True, augmentation=Augmentation(padding=1)),
+    # Exits attached to a trained module, together with its layers. The command adds the dataset's augmentation.
+    JOINT: Recipe(
+        epochs=8,
+        batch_size=64,
+        lr=0.05,
+        nesterov=True,
+        distill=0.5,
+        backbone_lr=0.5,
+        scale_gradients=True,
+        max_drop=0.005,
+    ),
 }
 
 

@@ -1,7 +1,6 @@
 """Attach exits to a module: its layers become stages, each cut gets a small head, its classifier is the last exit."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from exitwise.core import nested
 from exitwise.core.checks import is_integer
 from exitwise.core.errors import InputError, first_line
 from exitwise.models.attach.choose import cut_at_equal_cost, trace_layers
+from exitwise.models.attach.conv_head import make_convolutions
 from exitwise.models.attach.cut import HeadInput, cut_module
 from exitwise.models.attach.graph import (
     PROBE_BATCH_SIZES,
@@ -30,6 +30,7 @@ from exitwise.models.named.module import NamedModule
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
+BUILT_IN_HEADS = ("mlp", "linear", "conv")
 MIN_HIDDEN_WIDTH = 128  # smallest hidden layer of an MLP head
 POOL_SIZES = (1, 2, 3, 4)  # possible sizes of a pooled map along each dimension
 REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drops one before each stage
@@ -60,9 +61,9 @@ def attach(
         num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
             name, another number than that of the pretrained weights makes a new last layer, which must be trained.
         head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
-            hidden layer or without. Or a function of the features (of two samples) and the number of classes that
-            returns a head. Or a list of heads in the order of `at`; each reads the output of its submodule, samples
-            first.
+            hidden layer or without. "conv": as "mlp", but convolutions make maps of more than 4 x 4 small first. Or a
+            function of the features (of two samples) and the number of classes that returns a head. Or a list of heads
+            in the order of `at`; each reads the output of its submodule, samples first.
         example_inputs: Inputs of the module for at least one sample: a tensor, or a tuple or dict of tensors. It is
             guessed for modules that begin with a convolution, a linear layer or an embedding.
         exits: Number of exits for `at="auto"`.
@@ -105,8 +106,8 @@ def attach(
             last = find_last_layer(module, traced, inputs, num_classes)
             cut = cut_module(module, traced, names, inputs, last)
         heads = [*_make_heads(head, names, cut.head_inputs, last.layer.out_features), Head(nn.Identity(), last.layer)]
-        net = MultiExitNet(cut.stages, heads, _make_spec(module, names, head)).eval()
-        net.cuts = tuple(names)
+        net = MultiExitNet(cut.stages, heads, _make_spec(module, names, head, inputs)).eval()
+        net.cuts = tuple(head_input.name for head_input in cut.head_inputs)
         _check_stages(net, module, inputs, last, traced.exported)
     return net
 
@@ -156,12 +157,14 @@ def split_classifier(module: nn.Module, example_inputs: Any) -> tuple[nn.Module,
     return cut.stages[0], last.layer
 
 
-def _make_spec(module: nn.Module, at: Sequence[str], head: Any) -> dict[str, Any] | None:
+def _make_spec(module: nn.Module, at: Sequence[str], head: Any, inputs: ModuleInputs) -> dict[str, Any] | None:
     """Return the spec that rebuilds the net, or None unless the module is a preset and its heads are built in."""
     spec = module.spec if isinstance(module, MultiExitNet) else None
     if spec is None or not isinstance(head, str) or "attach" in spec:
         return None
-    return {**spec, "attach": {"at": list(at), "head": head}}
+    # The size of the images decides how many convolutions a head has.
+    shape = {"input_shape": list(inputs.tensors[0].shape[1:])} if head == "conv" else {}
+    return {**spec, "attach": {"at": list(at), "head": head, **shape}}
 
 
 class TokenMean(nn.Module):
@@ -243,10 +246,10 @@ def _make_heads(head: Any, at: Sequence[str], head_inputs: Sequence[HeadInput], 
         heads = [by_name[head_input.name] for head_input in head_inputs]
     elif callable(head):
         heads = [head(head_input.features, classes) for head_input in head_inputs]
-    elif head in ("mlp", "linear"):
+    elif head in BUILT_IN_HEADS:
         heads = [_build_head(head_input, classes, head) for head_input in head_inputs]
     else:
-        raise InputError(f'`head` must be "mlp", "linear", a function or a list of heads, but got {head!r}')
+        raise InputError(f'`head` must be "mlp", "linear", "conv", a function or a list of heads, but got {head!r}')
     for made_head, head_input in zip(heads, head_inputs, strict=True):
         if not isinstance(made_head, Head):
             raise InputError(f"`head` must give an exitwise Head, but gave a {type(made_head).__name__}")
@@ -280,7 +283,7 @@ def _check_head(head: Head, head_input: HeadInput) -> None:
 
 
 def _build_head(head_input: HeadInput, classes: int, kind: str) -> Head:
-    """Build a pooling head of kind "mlp" or "linear" for its input."""
+    """Build a head of a kind in `BUILT_IN_HEADS` for its input."""
     features = head_input.features
     if not features.is_floating_point() or not 2 <= features.dim() <= 5:
         raise InputError(
@@ -290,14 +293,17 @@ def _build_head(head_input: HeadInput, classes: int, kind: str) -> Head:
     pools = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
     layers: list[nn.Module] = []
     width = features.shape[head_input.channels]
+    options: dict[str, Any] = {"device": features.device, "dtype": features.dtype}
     if features.dim() > 2 and head_input.channels == -1:
         layers = [TokenMean()]
     elif features.dim() > 2:
-        size = _choose_pool_size(width, features.shape[2:])
-        layers = [pools[features.dim()](size), nn.Flatten()]
+        map_shape = tuple(features.shape[2:])
+        if kind == "conv":
+            layers, width, map_shape = make_convolutions(width, map_shape, features.device, features.dtype)
+        size = _choose_pool_size(width, map_shape)
+        layers += [pools[features.dim()](size), nn.Flatten()]
         width *= size ** (features.dim() - 2)
-    options: dict[str, Any] = {"device": features.device, "dtype": features.dtype}
-    if kind == "mlp":
+    if kind != "linear":
         hidden = max(width, MIN_HIDDEN_WIDTH)
         layers += [nn.Linear(width, hidden, **options), nn.ReLU()]
         width = hidden

@@ -1,0 +1,220 @@
+"""Exits on a trained network: heads alone on a frozen body, with adapters, or trained together with all layers.
+
+usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B]
+
+The networks are those of plain.py, a ResNet14 with one exit: RUNS/cifar100-plain, which is trained first if it is not
+there, and that of Fashion-MNIST in this folder. Every variant has an epoch of its heads alone (three of a third of the
+images) and then N more. The budget is chosen on validation samples: the smallest whose policy is right at least as
+often as the plain network, with the cost of heads and pools in it. `continued` is the plain network itself, trained for
+N more epochs: what the epochs alone bring. Trainings go on where they were interrupted; results go to
+experiments/joint/results.json, and their table to the README.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain as plain_networks
+import torch
+from cifar100 import exitwise, finished
+from plain import MODEL, SHAPES, TRAINING, matched
+from results import fill_tables, machine, rounded
+
+import exitwise as ew
+from exitwise import data
+from exitwise.calibration.methods import VANILLA
+from exitwise.calibration.overhead import cost_table
+from exitwise.core.files import write_json
+from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
+from exitwise.training.loop import can_compile
+from exitwise.training.machine import has_bf16_instructions
+
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "joint" / "results.json", HERE / "README.md"
+HEADER = """\
+| data | variant | epochs | test top-1 % by exit | saved, T_opt | change | saved, Pool | change |
+|---|---|---|---|---|---|---|---|
+"""
+EXITS, HEAD_EPOCHS, VAL = 4, 3, 5000
+HEAD_SAMPLES = 15_000
+AUGMENTATION = {"fashion-mnist": "fashion-mnist", "cifar100": "cifar100-short"}  # recipe that has it
+METHODS = ("T_opt", "Pool")
+
+Train = Callable[[ew.MultiExitNet, data.Splits[Any], ew.Recipe, Path], None]
+
+
+def train_frozen(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
+    """Only the heads."""
+    ew.train_heads(net, splits.train, splits.val, epochs=1 + recipe.epochs, distill=recipe.distill)
+
+
+def train_joint(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
+    """The heads alone, then all parameters that are not frozen."""
+    resume = any((folder / "checkpoints").glob("*.safetensors"))
+    heads = folder / "heads.safetensors"
+    if not resume and len(net.exits) > 1:
+        if not heads.exists():
+            few = splits.train[torch.arange(HEAD_SAMPLES)]
+            ew.train_heads(net, few, splits.val, epochs=HEAD_EPOCHS, distill=recipe.distill)
+            ew.save_checkpoint(net, heads)
+        ew.load_checkpoint(net, heads)
+    machine = ew.Machine(precision="bf16-mixed" if has_bf16_instructions() else "32-true")
+    ew.train(
+        net, splits.train, splits.val, recipe=recipe, out=folder, resume=resume, machine=machine, compile=can_compile()
+    )
+
+
+def train_norms(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recipe, folder: Path) -> None:
+    """The heads, and the scales and shifts of BatchNorm."""
+    for part in net.stages.modules():
+        if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            for parameter in part.parameters(recurse=False):
+                parameter.requires_grad_(False)
+    train_joint(net, splits, replace(recipe, backbone_lr=1.0), folder)
+
+
+VARIANTS: dict[str, tuple[str, Train]] = {  # head, training
+    "frozen": ("mlp", train_frozen),
+    "frozen, conv heads": ("conv", train_frozen),
+    "BatchNorm": ("mlp", train_norms),
+    "joint": ("mlp", train_joint),
+    "joint, conv heads": ("conv", train_joint),
+    "continued": ("", train_joint),
+}
+
+
+def plain_network(name: str, root: list[str], runs: Path) -> ew.MultiExitNet:
+    """The network with one exit, trained if it is not there."""
+    if name == "fashion-mnist":
+        return ew.load_net(plain_networks.WEIGHTS)
+    run = runs / f"{name}-plain"
+    if not run.exists():
+        exitwise("train", "--data", name, *root, "--model", MODEL, *TRAINING[name], "--out", run)
+    elif not finished(run):
+        exitwise("train", run, "--resume")
+    return ew.load_net(run / "net.safetensors")
+
+
+def trace_of(net: ew.MultiExitNet, splits: data.Splits[Any], file: Path) -> ew.Trace:
+    """The trace in a file, collected if it is not there."""
+    if not file.exists():
+        val, test = (data.Batches(part, 250) for part in (splits.val, splits.test))
+        ew.collect(net.eval(), val=val, test=test).save(file)
+    return ew.Trace.load(file)
+
+
+def measure(
+    net: ew.MultiExitNet, trace: ew.Trace, plain: ew.Trace, whole: float, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Early exits beside the plain network, which has the same samples."""
+    assert trace.test is not None
+    assert plain.test is not None
+    vanilla, alone = ew.calibrate(trace, VANILLA), ew.calibrate(plain, VANILLA)
+    labels = trace.test.labels.numpy()
+    right = alone.predict(plain.test).predicted[-1] == labels
+    goal = float((alone.predict(plain.val).predicted[-1] == plain.val.labels.numpy()).mean())
+    bootstrap = Bootstrap(len(labels))
+    rows = {}
+    for method in METHODS:
+        cal = ew.calibrate(trace, method)
+        overhead = [row.pool if method == "Pool" else row.vanilla for row in cost_table(net, shape)]
+        costs = ew.Costs(tuple(map(float, overhead)))
+        policy, preds = matched(cal, trace, costs, goal), cal.predict(trace.test)
+        exits = policy.exits(preds)
+        cost = np.array(costs.values)[exits] / whole
+        now = preds.predicted[exits, np.arange(len(labels))] == labels
+        means = bootstrap.resampled_means(np.column_stack([1 - cost, now.astype(float) - right]))
+        rows[method] = {
+            "saved": float(1 - cost.mean()),
+            "saved_interval": list(percentile_interval(means[:, 0])),
+            "top1": float(now.mean()),
+            "top1_change": float(now.mean() - right.mean()),
+            "top1_change_interval": list(percentile_interval(means[:, 1])),
+            "exit_shares": (np.bincount(exits, minlength=len(costs)) / len(exits)).tolist(),
+        }
+    per_exit = (vanilla.predict(trace.test).predicted == labels).mean(1)
+    return {
+        "plain_top1": float(right.mean()),
+        "goal": goal,
+        "costs_of_exits": [cost / whole for cost in trace.costs.values],
+        "top1_of_exits": per_exit.tolist(),
+        **rows,
+    }
+
+
+def run_variant(
+    variant: str, name: str, module: ew.MultiExitNet, splits: data.Splits[Any], epochs: int, folder: Path
+) -> tuple[ew.MultiExitNet, ew.Trace]:
+    """The trained net of a variant, and its trace."""
+    head, train = VARIANTS[variant]
+    torch.manual_seed(0)
+    example = torch.rand(1, *splits.train.shape)
+    net = ew.attach(module.eval(), "auto", head=head, exits=EXITS, example_inputs=example) if head else module
+    weights = folder / "weights.safetensors"
+    if not weights.exists():
+        augmentation = ew.RECIPES[AUGMENTATION[name]].augmentation
+        recipe = replace(ew.RECIPES["joint"].scaled(epochs), augmentation=augmentation)
+        train(net, splits, recipe, folder)
+        ew.save_checkpoint(net, weights)
+    ew.load_checkpoint(net, weights)
+    return net, trace_of(net, splits, folder / "trace.safetensors")
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Rows for the README."""
+    rows = []
+    for name, variants in found.items():
+        for variant, each in variants.items():
+            exits = " / ".join(f"{100 * top1:.1f}" for top1 in each["top1_of_exits"])
+            cells = [exits]
+            for method in METHODS:
+                its = each[method]
+                low, high = (100 * end for end in its["saved_interval"])
+                change, *ends = (100 * value for value in (its["top1_change"], *its["top1_change_interval"]))
+                cells += [
+                    f"{100 * its['saved']:.0f} % ({low:.0f} to {high:.0f})",
+                    f"{change:+.2f} ({ends[0]:+.2f} to {ends[1]:+.2f})",
+                ]
+            rows.append(f"| {name} | {variant} | {each['epochs']} | {' | '.join(cells)} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--cifar100", type=Path)
+    parser.add_argument("--only", choices=AUGMENTATION)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--variants", default=";".join(VARIANTS), help="names, separated by semicolons")
+    arguments = parser.parse_args()
+    RESULTS.parent.mkdir(exist_ok=True)
+    for name in [arguments.only] if arguments.only else AUGMENTATION:
+        if name == "cifar100" and arguments.cifar100 is None:
+            continue
+        root = ["--root", str(arguments.cifar100)] if name == "cifar100" else []
+        train, test = data.load(name, arguments.cifar100 if root else None)
+        splits = data.HoldOut.random(train, VAL, 0).apply(train, test)
+        plain = plain_network(name, root, arguments.runs)
+        folder = arguments.runs / "joint" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        before, whole = trace_of(plain, splits, folder / "plain.safetensors"), float(ew.macs(plain, SHAPES[name])[-1])
+        for variant in arguments.variants.split(";"):
+            place = folder / variant.replace(", ", "-").replace(" ", "-")
+            place.mkdir(exist_ok=True)
+            module = plain_network(name, root, arguments.runs)
+            net, trace = run_variant(variant, name, module, splits, arguments.epochs, place)
+            row = {"epochs": arguments.epochs, **measure(net, trace, before, whole, SHAPES[name])}
+            known = json.loads(RESULTS.read_text())["data"] if RESULTS.exists() else {}
+            known.setdefault(name, {})[variant] = rounded(row)
+            write_json(RESULTS, {"machine": machine(), "model": MODEL, "data": known})
+            print("\n".join(table({name: {variant: row}})), flush=True)
+            filled = fill_tables(PAGE.read_text(), {"joint": HEADER + "\n".join(table(known)) + "\n"})
+            PAGE.write_text(filled)
+
+
+if __name__ == "__main__":
+    main()
