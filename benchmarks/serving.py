@@ -166,19 +166,18 @@ def measure_capacity(setting: Setting, **plan: Any) -> float:
 
 def summarize(found: Requests) -> dict[str, float | None]:
     """Return the figures of requests: milliseconds, and shares of all requests or, for accuracy, of answered images."""
-    answered = found["status"] == 200
+    answered, refused = found["status"] == 200, np.isin(found["status"], (503, 504))
     latency = 1e3 * found["latency"][answered]
     quantiles = np.quantile(latency, [0.5, 0.99]).round(1).tolist() if len(latency) else [None, None]
     images = found["images"][answered].sum()
+    goodput, rejected = (latency < 1e3 * SLO).sum() / len(answered), refused.mean()
     return {
         "requests": len(answered),
         "p50": quantiles[0],
         "p99": quantiles[1],
-        "goodput": round(float((latency < 1e3 * SLO).sum() / len(answered)), 4),
-        "rejected": round(float((found["status"] == 503).mean()), 4),
-        "late or lost": round(
-            float(1 - (found["status"] == 503).mean() - (latency < 1e3 * SLO).sum() / len(answered)), 4
-        ),
+        "goodput": round(float(goodput), 4),
+        "rejected": round(float(rejected), 4),
+        "late or lost": round(float(1 - goodput - rejected), 4),
         "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
         "budget": mean_budget(found["budget"][answered]),
     }
