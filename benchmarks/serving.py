@@ -164,21 +164,20 @@ def measure_capacity(setting: Setting, **plan: Any) -> float:
     return float(len(counted) / (seconds - WARM_UP))
 
 
-def summarize(found: Requests) -> dict[str, float]:
+def summarize(found: Requests) -> dict[str, float | None]:
     """Return the figures of requests: milliseconds, and shares of all requests or, for accuracy, of answered images."""
-    answered = found["status"] == 200
+    answered, refused = found["status"] == 200, np.isin(found["status"], (503, 504))
     latency = 1e3 * found["latency"][answered]
-    quantiles = np.quantile(latency, [0.5, 0.99]).tolist() if len(latency) else [inf, inf]
+    quantiles = np.quantile(latency, [0.5, 0.99]).round(1).tolist() if len(latency) else [None, None]
     images = found["images"][answered].sum()
+    goodput, rejected = (latency < 1e3 * SLO).sum() / len(answered), refused.mean()
     return {
         "requests": len(answered),
-        "p50": round(quantiles[0], 1),
-        "p99": round(quantiles[1], 1),
-        "goodput": round(float((latency < 1e3 * SLO).sum() / len(answered)), 4),
-        "rejected": round(float((found["status"] == 503).mean()), 4),
-        "late or lost": round(
-            float(1 - (found["status"] == 503).mean() - (latency < 1e3 * SLO).sum() / len(answered)), 4
-        ),
+        "p50": quantiles[0],
+        "p99": quantiles[1],
+        "goodput": round(float(goodput), 4),
+        "rejected": round(float(rejected), 4),
+        "late or lost": round(float(1 - goodput - rejected), 4),
         "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
         "budget": mean_budget(found["budget"][answered]),
     }
@@ -301,12 +300,15 @@ def table(measured: dict[str, Any]) -> list[str]:
         flat = "2x" in found["results"]
         for name, loads in ({piece: found["results"]} if flat else found["results"]).items():
             title = name if flat else f"{piece}, {name}"
-            rows += [
-                f"| {title} | {load} | {row['p50']:.0f} | {row['p99']:.0f} | {100 * row['goodput']:.1f} "
-                f"| {100 * row['rejected']:.1f} | {100 * row['late or lost']:.1f} | {100 * row['accuracy']:.1f} "
-                f"| {row['budget'] / 1e6:.1f} |"
+            shown = {
+                load: [
+                    *("-" if row[name] is None else f"{row[name]:.0f}" for name in ("p50", "p99")),
+                    *(f"{100 * row[name]:.1f}" for name in ("goodput", "rejected", "late or lost")),
+                    *((f"{100 * row['accuracy']:.1f}", f"{row['budget'] / 1e6:.1f}") if row["budget"] else ("-", "-")),
+                ]
                 for load, row in loads.items()
-            ]
+            }
+            rows += [f"| {title} | {load} | {' | '.join(cells)} |" for load, cells in shown.items()]
     return rows
 
 
@@ -334,7 +336,7 @@ def main() -> None:
             load = measure_load()
             found = PIECES[piece](setting, capacity)
             measured[piece] = {"plain capacity": round(capacity, 1), "load before": load, "results": found}
-    record(arguments.out, {"slo ms": 1e3 * SLO, "images per request": IMAGES, "measured": measured})
+            record(arguments.out, {"slo ms": 1e3 * SLO, "images per request": IMAGES, "measured": measured})
 
 
 if __name__ == "__main__":
