@@ -80,7 +80,7 @@ def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
     library, own_name = _split(spec.get("module"))
     allowed = {"module", "num_classes", "image_size"} if library is not transformers_models else None
     if allowed is None:
-        allowed = {"module", "config", "preprocessing"}
+        allowed = {"module", "revision", "config", "preprocessing"}
     if not set(spec) <= allowed:
         raise InputError(f"a model spec of {spec['module']} must hold at most {sorted(allowed)}, but holds {set(spec)}")
     if library is transformers_models:

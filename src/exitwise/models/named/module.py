@@ -49,8 +49,9 @@ def require(library: str, prefix: str, extra: str) -> ModuleType:
     try:
         return import_module(library)
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == library:
-            raise InputError(f"`{prefix}` names need {library}: pip install 'exitwise[{extra}]'") from None
+        root = library.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name in (library, root):
+            raise InputError(f"`{prefix}` names need {root}: pip install 'exitwise[{extra}]'") from None
         raise InputError(f"{library} is installed but cannot be imported: {first_line(error)}") from None
     except (OSError, RuntimeError) as error:  # such as a torchvision for another torch
         raise InputError(f"{library} is installed but cannot be imported: {first_line(error)}") from None

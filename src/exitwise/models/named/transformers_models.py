@@ -76,13 +76,13 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
             _check_complete(full_name, info["missing_keys"], None if own_classes else module.base_model_prefix)
         else:
             module = _from_config(transformers, full_name, config, kind)
-    spec: dict[str, Any] = {"module": full_name, "config": _data_of(config.to_dict())}
+    commit = getattr(config, "_commit_hash", None) or revision or None
+    spec: dict[str, Any] = {"module": full_name, "revision": commit, "config": _data_of(config.to_dict())}
     if preprocessing is not None:
         spec["preprocessing"] = preprocessing.to_dict()
     example = example_images(preprocessing) if preprocessing is not None else _example_tokens(config)
     labels = [str(config.id2label.get(i)) for i in range(classes)] if own_classes else []
     named = tuple(labels) if labels and labels != [f"LABEL_{i}" for i in range(classes)] else None
-    commit = getattr(config, "_commit_hash", None) or revision or None
     return NamedModule(full_name, module.eval(), classes, spec, preprocessing, example, named, commit)
 
 
@@ -99,7 +99,8 @@ def rebuild(spec: Mapping[str, Any]) -> NamedModule:
     given = spec.get("preprocessing")
     preprocessing = None if given is None else Preprocessing.from_dict(given)
     example = example_images(preprocessing) if preprocessing is not None else _example_tokens(config)
-    return NamedModule(name, module.eval(), config.num_labels, dict(spec), preprocessing, example)
+    revision = None if spec.get("revision") is None else str(spec["revision"])
+    return NamedModule(name, module.eval(), config.num_labels, dict(spec), preprocessing, example, revision=revision)
 
 
 def list_models(pattern: str) -> list[dict[str, Any]]:
