@@ -246,9 +246,9 @@ class TestEveryBudget:
         monkeypatch.setattr(build, "COMPARED_SAMPLES", 100)
         monkeypatch.setattr(build, "make_paper_tables", lambda *a, **k: seen.append(make(*a, **k)) or seen[-1])
         shutil.rmtree(run / "calibrations")
-        report = build_report(Run(run), ReportOptions(method="PoE T_opt"))
+        report = build_report(Run(run), ReportOptions(method="MIE T_opt"))
         [tables] = seen
-        for name, tuner in (("PoE T_opt", Tuner(small.trace)), ("T_opt", few), (OURS, few)):
+        for name, tuner in (("MIE T_opt", Tuner(small.trace)), ("T_opt", few), (OURS, few)):
             assert tables.calibrations[name].temperatures == tuner.calibrate(name).temperatures
         assert {len(preds.predicted[0]) for preds in tables.val_preds.values()} == {250}
         assert dict(report.data["provenance"])["other methods"].startswith("tuned on 100 of the validation samples")

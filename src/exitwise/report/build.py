@@ -113,7 +113,7 @@ def build_report(
     if paper_tables is None:
         calibrations = _load_matching_calibrations(saved, run, trace)
         others = tuner.on_at_most(COMPARED_SAMPLES)
-        if others is not tuner and method.name in METHODS and method.name not in calibrations:
+        if others is not tuner and method.name in usable_methods(trace) and method.name not in calibrations:
             calibrations[method.name] = tuner.calibrate(method)
         paper_tables = make_paper_tables(trace, others, calibrations=calibrations, detailed=(VANILLA, method.name))
     progress("predicting with the vanilla and the calibrated net")
