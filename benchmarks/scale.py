@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import options, record
+from record import machine, options, record
 
 import exitwise as ew
 from exitwise.calibration.laplace import CurvatureSum
@@ -94,8 +94,9 @@ def measure(command: Sequence[str], threads: int) -> dict[str, Any]:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        return {"failed": problem.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]}
+        raise SystemExit(f"{' '.join(command)} failed: {problem.strip() or process.returncode}")
     return {
+        "cpu": machine()["cpu"],
         "threads": threads,
         "CPU seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "seconds": round(time.perf_counter() - start, 1),
@@ -116,8 +117,8 @@ def measure_command(trace: Path, name: str) -> dict[str, Any]:
 
 
 def measure_growth(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, float]:
-    """Return CPU seconds of twice the samples beside those of the others, by command."""
-    both = [name for name in COMMANDS if "CPU seconds" in small.get(name, {}) and "CPU seconds" in large.get(name, {})]
+    """Return CPU seconds of twice the samples beside those of the others on the same kind of CPU, by command."""
+    both = [name for name in COMMANDS if name in small and name in large and small[name]["cpu"] == large[name]["cpu"]]
     return {name: round(large[name]["CPU seconds"] / small[name]["CPU seconds"], 2) for name in both}
 
 

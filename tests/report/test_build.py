@@ -37,7 +37,7 @@ from exitwise.calibration.tuning import Tuner
 from exitwise.core.files import write_json
 from exitwise.evaluation.paper_tables import DECISIONS, OUR_MODEL, Table, TableRow, make_paper_tables
 from exitwise.policies.policy import sweep
-from exitwise.report import budget_explorer, images, live, page, uncertainty
+from exitwise.report import budget_explorer, build, images, live, page, uncertainty
 from exitwise.report.build import Report, ReportOptions, build_report, training_report
 from exitwise.runs.run import Run
 from exitwise.training.history import EpochRecord, History
@@ -233,6 +233,25 @@ class TestEveryBudget:
         made = ReportedRun(run, small.trace, report, {**small.cals, "ours": cal})
         assert report.data["method"] == "PoE T_opt"
         self.check(made, report.data["explorers"][0], small.trace.costs, "ours", range(4))
+
+    @pytest.mark.slow
+    def test_methods_that_are_only_compared_are_tuned_on_few_samples(
+        self, run: Path, small: ReportedRun, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The reported method is tuned on all samples, and all predict all samples."""
+        few, seen = Tuner(small.trace).on_at_most(100), []
+        assert len(few.trace.val) == 100
+        assert Tuner(small.trace).on_at_most(250).trace is small.trace
+        make = build.make_paper_tables
+        monkeypatch.setattr(build, "COMPARED_SAMPLES", 100)
+        monkeypatch.setattr(build, "make_paper_tables", lambda *a, **k: seen.append(make(*a, **k)) or seen[-1])
+        shutil.rmtree(run / "calibrations")
+        report = build_report(Run(run), ReportOptions(method="MIE T_opt"))
+        [tables] = seen
+        for name, tuner in (("MIE T_opt", Tuner(small.trace)), ("T_opt", few), (OURS, few)):
+            assert tables.calibrations[name].temperatures == tuner.calibrate(name).temperatures
+        assert {len(preds.predicted[0]) for preds in tables.val_preds.values()} == {250}
+        assert dict(report.data["provenance"])["other methods"].startswith("tuned on 100 of the validation samples")
 
     @pytest.mark.slow
     def test_a_saved_calibration_is_taken_as_it_is(self, run: Path, small: ReportedRun) -> None:

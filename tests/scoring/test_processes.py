@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_line_and_the_job_resumes(
     assert (process.returncode, out) == (2, "")
     line = r".*part-\d+.parquet: No space left on device. What is scored stays; the same command resumes"
     assert re.fullmatch(rf"exitwise: {line}\n", err)
-    assert not list(tmp_path.glob("out/parts/*"))
+    assert not list(tmp_path.glob("out/parts/part-*"))  # the other worker may have left a partial file
     (tmp_path / "deaths" / "full").unlink()
     finish(command(images))
     assert read_parts(tmp_path / "out") == expected

@@ -231,12 +231,20 @@ class Tuner:
             losses[method.name] = validation.losses(method, objectives)
         return select(losses)
 
+    def on_at_most(self, samples: int) -> "Tuner":
+        """Return a tuner for at most so many of the validation samples, drawn with a fixed seed; this one if enough."""
+        n = len(self.trace.val)
+        if n <= samples:
+            return self
+        return self._on_samples(torch.randperm(n, generator=as_generator(0))[:samples].sort().values)
+
     def _on_samples(self, samples: Tensor) -> "Tuner":
         """Return a tuner with the same draws for some of the validation samples; this one if it is all of them."""
         if len(samples) == len(self.trace.val):
             return self
         trace = replace(self.trace, val=self.trace.val.take(samples))
-        tuner = Tuner(trace, mode=self._mode, draws=self._draws)
+        grid = self._temperatures, self._prior_vars
+        tuner = Tuner(trace, len(self._draws), 0, self._mode, self._draws, *grid, self._search)
         if trace.curvature:
             tuner.__dict__["_eigen"] = self._eigen
         return tuner

@@ -1,6 +1,7 @@
 """The vanilla and the calibrated model at every budget: the data behind the page's slider. NumPy only."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,11 @@ def explore_budgets(
     """
     budgets = budget_grid(costs, chosen)
     options = PolicyOptions() if policy is None else replace(PolicyOptions.of(policy), certificate=None)
-    sweeps = {
-        "vanilla": _BudgetSweep(vanilla, costs, budgets, options.for_baseline(vanilla.splits.calibration.method)),
-        "ours": _BudgetSweep(ours, costs, budgets, options, policy),
-    }
+    baseline_options = options.for_baseline(vanilla.splits.calibration.method)
+    with ThreadPoolExecutor(1) as pool:  # NumPy lets the other thread run while it works on large arrays
+        baseline = pool.submit(_BudgetSweep, vanilla, costs, budgets, baseline_options)
+        calibrated = _BudgetSweep(ours, costs, budgets, options, policy)
+        sweeps = {"vanilla": baseline.result(), "ours": calibrated}
     steps = []
     for i, budget in enumerate(budgets):
         resampled = {name: bootstrap.resampled_metrics(sweep.columns(i)) for name, sweep in sweeps.items()}

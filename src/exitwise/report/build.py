@@ -52,6 +52,7 @@ from exitwise.runs.run import Run
 from exitwise.training.history import History
 
 FORMAT, VERSION = "exitwise.report", 1
+COMPARED_SAMPLES = 10_000  # of the validation samples that a method is tuned on that is only compared
 Progress = Callable[[str], None]
 
 
@@ -111,7 +112,10 @@ def build_report(
     progress(f"calibrating with {len(usable_methods(trace))} methods")
     if paper_tables is None:
         calibrations = _load_matching_calibrations(saved, run, trace)
-        paper_tables = make_paper_tables(trace, tuner, calibrations=calibrations, detailed=(VANILLA, method.name))
+        others = tuner.on_at_most(COMPARED_SAMPLES)
+        if others is not tuner and method.name in usable_methods(trace) and method.name not in calibrations:
+            calibrations[method.name] = tuner.calibrate(method)
+        paper_tables = make_paper_tables(trace, others, calibrations=calibrations, detailed=(VANILLA, method.name))
     progress("predicting with the vanilla and the calibrated net")
     vanilla = _evaluate_tabulated(paper_tables, VANILLA, trace.val, trace.test)
     chosen = _matching_choice(run, method)
@@ -129,6 +133,7 @@ def build_report(
         progress(f"fitting thresholds for budgets in {costs.unit}")
         explorers.append(explore_budgets(vanilla, ours, costs, budget, bootstrap, points, chosen_policy))
     preset, labels = trace.preset or "", model_labels(trace.preset)
+    compared = min(len(trace.val), COMPARED_SAMPLES)
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -173,7 +178,7 @@ def build_report(
         "cascades": _read_cascades(run),
         "training": _training_history(run),
         "guarantee": _describe_run_guarantee(run),
-        "provenance": report_provenance(run, trace, ours.splits.calibration, options.command, chosen_policy),
+        "provenance": report_provenance(run, trace, ours.splits.calibration, options.command, chosen_policy, compared),
     }
     return Report(to_jsonable(data), sheet)
 

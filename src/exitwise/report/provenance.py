@@ -46,20 +46,27 @@ def page_provenance(command: str) -> Pairs:
 
 
 def report_provenance(
-    run: Run, trace: Trace, calibration: Calibration, command: str, policy: Policy | None = None
+    run: Run,
+    trace: Trace,
+    calibration: Calibration,
+    command: str,
+    policy: Policy | None,
+    compared: int,
 ) -> Pairs:
-    """Describe everything that is needed to reproduce the report."""
+    """Describe everything that is needed to reproduce the report; `compared` samples tuned the other methods."""
     sizes = f"{len(trace.val):,} validation, {len(trace.test or ()):,} test"
     temperatures = ", ".join(f"{t:.4g}" for t in calibration.temperatures)
     settings = {"draws" if key == "samples" else key: value for key, value in calibration.settings.items()}
     fit = "`auto`" if policy is None else f"`{policy.strategy}` on the score {policy.score}"
     priors = ", ".join(f"{v:.4g}" for v in calibration.prior_vars)
+    few = f"tuned on {compared:,} of the validation samples, drawn with seed 0, unless the run had their calibration"
     return [
         *net_provenance(run),
         ("samples", f"{trace.num_train:,} for the curvature, {sizes}" if trace.curvature else sizes),
         ("calibration", _join_settings({"mode": calibration.mode, **settings})),
         ("temperatures", temperatures),
         *([("prior variances", priors)] if calibration.method.laplace else []),
+        *([("other methods", few)] if compared < len(trace.val) else []),
         ("thresholds", f"fitted with {fit} on the validation split for every budget; evaluated on the test split"),
         ("intervals", f"{LEVEL:.0%} bootstrap intervals, 1,000 resamples of the test samples, seed 0"),
         *page_provenance(command),
