@@ -1,16 +1,21 @@
 """Limits for all requests together, deadlines that begin when a request comes, probes, and bundles that do not run."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 from serving_cases import INFER, Gate, family_bundle, infer_body, png, run_async, serving, some_images
+from uvicorn.server import ServerState
 
 from exitwise.serving import service as service_module
+from exitwise.serving.connections import LimitedProtocol
 from exitwise.serving.images import Upload, decode_uploads
 from exitwise.serving.queues import DeadlineError
 from exitwise.serving.settings import Settings
@@ -127,3 +132,27 @@ async def test_a_new_bundle_whose_graphs_do_not_run_is_refused(bundle: Path, mon
         assert service.bundle is former
         assert (await client.post("/classify", content=png())).status_code == 200
         assert 'exitwise_reloads_total{result="refused"} 1.0' in (await client.get("/metrics")).text
+
+
+@run_async
+async def test_answers_do_not_wait_for_acknowledgments() -> None:
+    """An answer is two writes: with Nagle's algorithm, the second waits for the client to acknowledge the first."""
+    accepted: list[socket.socket] = []
+
+    class Protocol(LimitedProtocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            accepted.append(transport.get_extra_info("socket"))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(app, log_config=None)
+    config.load()
+    listener = socket.create_server(("127.0.0.1", 0))  # as the server makes it
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Protocol(config, ServerState(), {}), sock=listener)
+    async with server, httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")).status_code == 204
+        assert accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

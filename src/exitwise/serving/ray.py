@@ -146,7 +146,7 @@ def _parse_field(name: str, value: Any) -> Any:
 
 
 class Replica:
-    """What Ray asks a replica, beside the requests: whether it is healthy."""
+    """Class of the replicas, which answers the health checks of Ray; the application answers the requests."""
 
     app: Starlette  # set by Ray Serve: what `make_app` returns
 
