@@ -287,7 +287,7 @@ def _write_graph(
         )
 
 
-class _AttentionOfHeads(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _AttentionOfHeads(TorchFunctionMode):
     """Give attention a dimension of heads where it has none, as in SAM: the exporter knows no other attention."""
 
     def __torch_function__(

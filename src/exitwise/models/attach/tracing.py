@@ -219,7 +219,7 @@ def _find_preservable(module: nn.Module, two: ModuleInputs) -> tuple[str, ...]:
 @contextmanager
 def _without_cache(module: nn.Module) -> Iterator[None]:
     """Let a text model of transformers keep no keys and values for a next token, which a classifier does not have."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if getattr(config, "use_cache", None) is not True:
         yield
         return
