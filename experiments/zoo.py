@@ -68,7 +68,7 @@ _HF_SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
     "xlnet": {"max_position_embeddings": None},
     "imagegpt": {"num_labels": CLASSES, "n_positions": 64, "vocab_size": 50},
-    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
+    "nystromformer": {"num_landmarks": 32, "segment_means_seq_len": 32},
     "big_bird": {"attention_type": "original_full"},
     "efficientnet": {"image_size": 64, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280},
 }

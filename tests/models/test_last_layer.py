@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def only_exported(m: Any, x: Tensor) -> Tensor:
     return (m.fc(mean(x)) + m.other(two(x))) / 2
 
 
+@dataclass
+class Answer:
+    logits: Tensor
+    squared: Tensor
+
+
+def with_gate(m: Any, x: Tensor) -> Answer:
+    scores = m.fc(mean(x))
+    logits = scores + torch.softmax(scores, dim=1)  # a feature depends on the head
+    return Answer(logits, logits**2)
+
+
 POOL = nn.AdaptiveAvgPool2d(1)
 FOLDED: dict[str, tuple[nn.Module, int, bool]] = {  # the net, the features of its last layer, and whether it is its own
     "identity": (Net(lambda m, x: m.layers["id"](m.fc(mean(x))), id=nn.Identity()), 8, True),
@@ -75,6 +88,7 @@ FOLDED: dict[str, tuple[nn.Module, int, bool]] = {  # the net, the features of i
     "mean over tokens": (Net(lambda m, x: m.fc(tokens(x)).mean(1)), 8, True),
     "a token": (Net(lambda m, x: m.fc(tokens(x))[:, 3]), 8, True),
     "only exported": (Net(only_exported), 24, False),
+    "head and its softmax": (Net(with_gate), 8 + C, False),
 }
 
 
@@ -86,7 +100,9 @@ def test_what_is_linear_after_the_features_is_one_layer(name: str) -> None:
     assert last.in_features == width
     assert (last is module.fc) == own
     with torch.no_grad():
-        torch.testing.assert_close(net(IMAGES)[-1], module(IMAGES), rtol=1e-4, atol=1e-5)
+        output = module(IMAGES)
+        logits = output.logits if isinstance(output, Answer) else output
+        torch.testing.assert_close(net(IMAGES)[-1], logits, rtol=1e-4, atol=1e-5)
         net.exits[-1].last.weight.mul_(2)  # no other layer gives the logits
         net.exits[-1].last.bias = None
         zero = copy.deepcopy(net)

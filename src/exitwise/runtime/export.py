@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.ensembles import ENSEMBLES
@@ -271,7 +272,7 @@ def _write_graph(
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
     # Other kernels of attention give another memory layout than the operations that the exporter replaces them by.
-    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH):
+    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH), _AttentionOfHeads():
         torch.onnx.export(
             module.eval(),
             tuple(inputs),
@@ -284,6 +285,30 @@ def _write_graph(
             external_data=False,
             verbose=False,
         )
+
+
+class _AttentionOfHeads(TorchFunctionMode):
+    """Give attention a dimension of heads where it has none, as in SAM: the exporter knows no other attention."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func not in _ATTENTION or len(args) < 3 or args[0].dim() != 3:
+            return func(*args, **options)
+        query, key, value, *rest = args
+        if rest and isinstance(rest[0], Tensor) and rest[0].dim() == 3:
+            rest[0] = rest[0].unsqueeze(1)
+        if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() == 3:
+            options["attn_mask"] = mask.unsqueeze(1)
+        return func(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *rest, **options).squeeze(1)
+
+
+_ATTENTION = (
+    nn.functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from exitwise.models.attach.graph import (
     disable_attention_fast_path,
     is_close,
     iter_tensors,
-    trace_module,
 )
 from exitwise.models.attach.last_layer import LastLayer, find_last_layer
 from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
+from exitwise.models.attach.tracing import trace_module
 from exitwise.models.named.build import PRETRAINED, build_named
 from exitwise.models.named.module import NamedModule
 from exitwise.models.net import Head, MultiExitNet

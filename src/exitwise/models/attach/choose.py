@@ -14,9 +14,9 @@ from exitwise.models.attach.graph import (
     ModuleInputs,
     TracedModule,
     disable_attention_fast_path,
-    trace_module,
 )
 from exitwise.models.attach.last_layer import LastLayer
+from exitwise.models.attach.tracing import trace_module
 
 LIVE_VALUE_PENALTY = 0.05  # a further live value counts like this share of the cost away from the equal share
 

@@ -6,9 +6,9 @@ and then one layer on the concatenated features gives the same logits.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ def find_last_layer(module: nn.Module, traced: TracedModule, inputs: ModuleInput
 
 def _find_linear(module: nn.Module, traced: TracedModule, node: fx.Node) -> _LinearCall | None:
     """Return the linear map whose output a node is, or None."""
+    layer: nn.Module | None
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         if not isinstance(layer, nn.Linear | nn.Conv2d):
@@ -199,11 +200,21 @@ def _fold(module: nn.Module, traced: TracedModule, end: fx.Node, inputs: ModuleI
     logits = values[end]
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point() or logits.is_meta:
         return None
+    nodes = list(traced.module.graph.nodes)
     for fold in (_fold_heads, _move_behind_tail, _fold_pool):
         last = fold(module, traced, tail, end, values)
         if last is not None:
-            return last
+            return replace(last, replaced=_unused(nodes, end, last.replaced))
     return None
+
+
+def _unused(nodes: Sequence[fx.Node], end: fx.Node, replaced: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that a new last layer makes superfluous: the replaced ones, and those after `end`."""
+    known, unused = set(nodes), {*replaced, *nodes[nodes.index(end) + 1 :]}
+    for node in reversed(nodes):
+        if node in unused and any(user not in unused and user in known for user in node.users):
+            unused.discard(node)  # a feature depends on it
+    return frozenset(unused)
 
 
 def _fold_heads(
