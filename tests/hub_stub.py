@@ -28,7 +28,7 @@ class Hub:
             data = json.loads(body)
             name = f"{data['organization']}/{data['name']}"
             self.files.setdefault(name, {})
-            self.private[name] = bool(data.get("private"))
+            self.private[name] = bool(data.get("private")) or data.get("visibility") == "private"
             return 200, {"url": f"{self.address}/{name}", "name": name}, {}
         if parts[:2] == ["api", "validate-yaml"]:
             return 200, {"errors": [], "warnings": []}, {}

@@ -50,7 +50,8 @@ def make_shared(folder: Path) -> None:
     budget = 0.7 * trace.costs.values[-1]
     policy = ew.fit_policy(calibration.predict(trace.val), trace.val.labels, trace.costs, budget=budget)
     result = ew.evaluate(preds, labels=labels, policy=policy, costs=trace.costs)
-    curve = ew.budget_curve(preds, labels, ew.sweep(calibration.predict(trace.val), costs=trace.costs), trace.costs)
+    policies = ew.sweep(calibration.predict(trace.val), costs=trace.costs)
+    curve = ew.budget_curve(preds, labels=labels, policies=policies, costs=trace.costs)
     classifier = ew.Classifier(net, calibration, policy, classes=CLASSES)
     classifier.save(folder / "classifier.safetensors")
     (folder / "results.json").write_text(json.dumps({"top1": result.top1, "ece": result.ece, "cost": result.cost}))

@@ -73,7 +73,7 @@ class ImageFileSet:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How the images are scaled, cropped and normalized."""
+        """Scaling, cropping and normalization of the images."""
         return Preprocessing(self.size, self.mean, self.std, self.margin, self.interpolation, self.squash)
 
     def with_preprocessing(self, preprocessing: Preprocessing) -> Self:

@@ -16,7 +16,7 @@ _MAX_ROWS = 12  # of the budget curve
 
 @dataclass(frozen=True, eq=False)
 class CardContents:
-    """What a model card shows about a classifier.
+    """Contents of a model card, besides those of config.json.
 
     Args:
         name: Title of the card.

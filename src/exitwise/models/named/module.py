@@ -27,6 +27,14 @@ class NamedModule:
         example: Inputs for two samples: a tensor, or a dict of tensors.
         classes: Names of the classes, if the library knows them.
         revision: Revision of the pretrained weights, if the library knows it.
+
+    Example:
+        >>> import exitwise as ew
+        >>> import torch
+        >>> module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)).eval()
+        >>> named = ew.models.NamedModule("timm:mine", module, 2, {}, None, torch.zeros(2, 3, 2, 2))
+        >>> named.input_shape
+        (3, 2, 2)
     """
 
     name: str
