@@ -1,5 +1,6 @@
 """Small traces, nets and predictions that tests share: random, but shaped like the real thing."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,58 @@ def random_trace(
     costs = ew.Costs(tuple(1e6 * (k + 1) ** 1.5 for k in range(len(widths))))
     names = tuple(f"class {i}" for i in range(classes))
     return Trace(val, test, tuple(heads), tuple(curvature), costs, names)
+
+
+SPOILED = (
+    "fewer samples than weights",
+    "one sample",
+    "a class is absent",
+    "one class only",
+    "noise",
+    "equal exits",
+    "zeros and ones",
+    "no information",
+    "always right",
+    "never right",
+    "one exit",
+)
+
+
+def spoiled_trace(kind: str, n: int = 100) -> Trace:
+    """A trace with something wrong about its samples or its exits; test features are spoiled alike."""
+    if kind == "one exit":
+        return random_trace(n, widths=(6,))
+    trace = random_trace(n, widths=(6, 6, 6)) if kind == "equal exits" else random_trace(n)
+    assert trace.test is not None
+    labels = trace.val.labels
+    chosen = {
+        "fewer samples than weights": torch.arange(2),
+        "one sample": torch.arange(1),
+        "a class is absent": (labels != 2).nonzero()[:, 0],
+        "one class only": (labels == 2).nonzero()[:, 0],
+    }
+    if kind in chosen:
+        return replace(trace, val=trace.val.take(chosen[kind]))
+    if kind == "equal exits":
+        heads, curvature = trace.heads[:1] * 3, trace.curvature[:1] * 3
+        splits = [Split(split.features[:1] * 3, split.labels) for split in (trace.val, trace.test)]
+        return replace(trace, val=splits[0], test=splits[1], heads=heads, curvature=curvature)
+    if kind in ("always right", "never right"):
+        logits = trace.heads[-1].logits(trace.val.features[-1])
+        labels = logits.argmax(dim=1) if kind == "always right" else logits.argmin(dim=1)
+        return replace(trace, val=Split(trace.val.features, labels))
+    generator = torch.Generator().manual_seed(0)
+    splits = []
+    for split in (trace.val, trace.test):
+        features = list(split.features)
+        if kind == "noise":
+            features[1] = torch.randn(features[1].shape, generator=generator)
+        elif kind == "zeros and ones":  # in float32
+            features = [100 * x for x in features]
+        else:
+            features = [torch.zeros_like(x) for x in features]
+        splits.append(Split(tuple(features), split.labels))
+    return replace(trace, val=splits[0], test=splits[1])
 
 
 def random_curvature(p: int, c: int, n: int = 200, seed: int = 0, bias: bool = True) -> tuple[Curvature, Tensor]:

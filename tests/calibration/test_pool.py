@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import random_trace
+from cases import SPOILED, random_trace, spoiled_trace
 from classifier_cases import (
     assert_as_simulated,
     calibrated,
@@ -31,7 +31,6 @@ from exitwise.calibration.calibration import CalibratedExit, Calibration
 from exitwise.calibration.ensembles import ENSEMBLES, ExitWeights
 from exitwise.calibration.methods import get_method
 from exitwise.calibration.overhead import cost_table, pool_macs
-from exitwise.calibration.trace import Split
 from exitwise.runtime.exit_modules import runtime_exits
 
 pytestmark = pytest.mark.numerical
@@ -284,52 +283,16 @@ class TestZeros:
             assert float(exit.bias[3]) > 0.1
 
 
-def spoiled(kind: str) -> ew.Trace:
-    """A trace with something wrong about its validation samples."""
-    trace = random_trace(n=100)
-    features, labels = list(trace.val.features), trace.val.labels
-    if kind == "fewer samples than weights":
-        return replace(trace, val=trace.val.take(torch.arange(2)))
-    if kind == "one sample":
-        return replace(trace, val=trace.val.take(torch.arange(1)))
-    if kind == "a class is absent":
-        return replace(trace, val=trace.val.take((labels != 2).nonzero()[:, 0]))
-    if kind == "one class only":
-        return replace(trace, val=trace.val.take((labels == 2).nonzero()[:, 0]))
-    if kind == "noise":
-        features[1] = torch.randn(features[1].shape, generator=torch.Generator().manual_seed(0))
-    if kind == "zeros and ones":
-        features = [x * 100 for x in features]
-    if kind == "no information":
-        features = [torch.zeros_like(x) for x in features]
-    if kind == "always right":
-        predicted = ew.calibrate(trace, "MSDNet (vanilla)").predict(trace.val).predicted[-1]
-        labels = torch.from_numpy(predicted)
-    return replace(trace, val=Split(tuple(features), labels))
-
-
 class TestBadInput:
     @pytest.mark.parametrize("name", ["Pool", "Pool W_opt", FULL])
-    @pytest.mark.parametrize(
-        "kind",
-        [
-            "fewer samples than weights",
-            "one sample",
-            "a class is absent",
-            "one class only",
-            "noise",
-            "zeros and ones",
-            "no information",
-            "always right",
-        ],
-    )
+    @pytest.mark.parametrize("kind", SPOILED)
     def test_the_answer_is_finite_and_no_worse(self, kind: str, name: str) -> None:
-        trace = spoiled(kind)
+        trace = spoiled_trace(kind)
         calibration = ew.calibrate(trace, name, num_draws=8)
         alone = ew.calibrate(trace, "Laplace T_opt sigma_opt" if "Laplace" in name else "T_opt", num_draws=8)
         assert np.isfinite(calibration.val_nlpd).all()
         assert (np.array(calibration.val_nlpd) <= np.array(alone.val_nlpd) + 10 * ROUNDING).all()
-        preds = calibration.predict(random_trace().test)
+        preds = calibration.predict(trace.test)
         assert bool(torch.isfinite(preds.log_probs).all())
         assert float((preds.probs.sum(dim=2) - 1).abs().max()) < 1e-5
 

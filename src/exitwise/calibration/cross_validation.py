@@ -7,7 +7,8 @@ samples stop there.
 
 Of all candidates whose score is within one standard error of the best one, the simplest is chosen. The error is that of
 the paired difference to the best one. Methods without draws are simpler than those with draws, and within both groups
-the order is temperature, MIE, PoE, Pool, Pool W_opt.
+the order is temperature, MIE and PoE, Pool, Pool W_opt. MIE and PoE fit the same numbers, so of these two the one with
+the lower score is taken: few samples cannot tell them apart, and the mean of exits that err differently is too modest.
 
 One table of log p(true label) per exit, grid points by samples, serves all folds of temperature and MIE, and gives the
 points of the exits that a pool is fitted to. In the folds of PoE with Laplace, only temperatures are searched; the
@@ -28,17 +29,17 @@ from exitwise.calibration.methods import Method, get_method
 from exitwise.calibration.pool import fit_pool, pool_log_true
 from exitwise.core.errors import InputError
 
-CANDIDATES = (  # from simple to complex
-    "T_opt",
-    "MIE T_opt",
-    "PoE T_opt",
-    "Pool",
-    "Pool W_opt",
-    "Laplace T_opt sigma_opt",
-    "MIE Laplace T_opt sigma_opt",
-    "PoE Laplace T_opt sigma_opt",
-    "Pool Laplace T_opt sigma_opt",
+_LEVELS = (  # from simple to complex; methods of one level are equally simple
+    ("T_opt",),
+    ("MIE T_opt", "PoE T_opt"),
+    ("Pool",),
+    ("Pool W_opt",),
+    ("Laplace T_opt sigma_opt",),
+    ("MIE Laplace T_opt sigma_opt", "PoE Laplace T_opt sigma_opt"),
+    ("Pool Laplace T_opt sigma_opt",),
 )
+CANDIDATES = tuple(name for level in _LEVELS for name in level)
+_LEVEL = {name: i for i, level in enumerate(_LEVELS) for name in level}
 _FOLDS = 5
 _MIN_SAMPLES = 10  # with fewer, temperature alone is taken
 # Of more samples than this, some are drawn for the cross-validation.
@@ -76,7 +77,7 @@ def has_enough_samples(n: int) -> bool:
 
 
 def select(losses: Mapping[str, Tensor]) -> MethodSelection:
-    """Choose by the one-standard-error rule among candidates with losses (n,), ordered from simple to complex."""
+    """Choose by the one-standard-error rule among candidates with losses (n,); of equally simple ones, the better."""
     means = {name: float(loss.mean()) for name, loss in losses.items()}
     finite = {name: mean for name, mean in means.items() if mean < float("inf")}
     if not finite:
@@ -84,7 +85,8 @@ def select(losses: Mapping[str, Tensor]) -> MethodSelection:
     best = min(finite, key=lambda name: finite[name])
     n = len(losses[best])
     errors = {name: float((losses[name] - losses[best]).std() / n**0.5) for name in finite}
-    chosen = next(name for name, mean in finite.items() if mean - finite[best] <= errors[name])
+    within = [name for name, mean in finite.items() if mean - finite[best] <= errors[name]]
+    chosen = min(within, key=lambda name: (_LEVEL[name], finite[name]))
     return MethodSelection(chosen, finite, errors, n, min(_FOLDS, n))
 
 
