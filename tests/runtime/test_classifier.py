@@ -81,7 +81,7 @@ class TestAsSimulated:
             pred = ew.Classifier(net, calibration, policy, costs=(1, 2, 3))(images)
             assert_as_simulated(policy, preds, pred.exits, pred.probs)
 
-    @pytest.mark.parametrize("method", [VANILLA, OURS, "Pool"])
+    @pytest.mark.parametrize("method", [VANILLA, OURS, "Pool", "Pool W_opt"])
     def test_the_learned_score(self, method: str) -> None:
         net, trace = tiny()
         calibration, images = calibrated(method), some_images(257)
