@@ -37,11 +37,15 @@ def main() -> None:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Markdown, by name."""
-    rows = ["| | top-1 | NLPD | ECE | adaptive ECE | AUROC | AURC | EEFP | fit, s | added MACs |", "|---|" + "---|" * 9]
+    rows = [
+        "| | top-1 | NLPD | ECE | adaptive ECE | AUROC | AURC | EEFP | per exit | as visited | fit, s | added MACs |",
+        "|---|" + "---|" * 11,
+    ]
     ends = ["| | top-1 | NLPD | ECE | AUROC | EEFP |", "|---|" + "---|" * 5]
     for row in results["rows"]:
         names = ("nlpd", "ece", "adaptive_ece", "auroc", "aurc", "eefp")
         cells = [f"{100 * row['top1']:.2f}", *(f"{row[name]:.3f}" for name in names)]
+        cells += [", ".join(f"{value:.3f}"[1:] for value in row["eefp_per_exit"]), f"{row['eefp_visited']:.3f}"]
         cells += [f"{row['seconds']:.1f}", f"{100 * row['added_cost']:.3f} %"]
         rows.append(f"| {row['label']} | {' | '.join(cells)} |")
         if not row["difference"]:

@@ -101,11 +101,12 @@ def _metrics_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTable
     caption = (
         f"\nMeans over budgets from {low} to {high}; fitted on {table.samples['val']:,} validation samples, measured "
         f"on {table.samples['test']:,} test samples.\nAdded: MACs of the method in percent of the net's. EEFP: how "
-        "well the exit score detects where stopping is right."
+        "well the exit score detects where stopping is right,\nmean over the exits; visited: over the samples that "
+        "reach each exit."
     )
     rich_table = tables.make_table("Rivals", caption)
     rich_table.add_column("", no_wrap=True)
-    for name in ("top-1", "NLPD", "ECE", "ad. ECE", "AUROC", "AURC", "EEFP", "fit s", "added %"):
+    for name in ("top-1", "NLPD", "ECE", "ad. ECE", "AUROC", "AURC", "EEFP", "visited", "fit s", "added %"):
         rich_table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in table:
@@ -116,7 +117,7 @@ def _metrics_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTable
             _label(row, labels),
             f"{100 * row.top1:.2f}",
             f"{row.nlpd:.3f}",
-            *(_format(value) for value in (row.ece, row.adaptive_ece, row.auroc, row.aurc, row.eefp)),
+            *(_format(value) for value in (row.ece, row.adaptive_ece, row.auroc, row.aurc, row.eefp, row.eefp_visited)),
             f"{row.seconds:.1f}",
             "" if row.added_cost is None else f"{100 * row.added_cost:.3f}",
         )

@@ -121,14 +121,18 @@ class RivalTable(RowTable[RivalRow]):
         return "\n".join(lines)
 
     def to_csv(self) -> str:
-        """Return CSV with all metrics, and differences to the reference with their intervals; empty if undefined."""
+        """Return CSV with all metrics, and differences to the reference with their intervals; empty if undefined.
+
+        Columns `eefp_1`, `eefp_2`, ... have the EEFP at each exit but the last.
+        """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         bounds = [f"{name}_{end}" for name in COMPARED for end in ("difference", "low", "high")]
         names = [*METRICS, "eefp_visited", "seconds", "added_macs", "added_cost"]
-        writer.writerow(["name", "kind", *names, *bounds])
+        exits = max((len(row.eefp_per_exit) for row in self.rows), default=0)
+        writer.writerow(["name", "kind", *names, *(f"eefp_{k + 1}" for k in range(exits)), *bounds])
         for row in self.rows:
-            values = [getattr(row, name) for name in names]
+            values = [*(getattr(row, name) for name in names), *row.eefp_per_exit]
             for name in COMPARED:
                 values += [row.difference.get(name), *row.intervals.get(name, (None, None))]
             writer.writerow([row.name, row.kind, *("" if value is None else f"{value:.6g}" for value in values)])
