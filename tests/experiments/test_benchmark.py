@@ -88,6 +88,8 @@ def test_the_pools_benchmark_measures_everything(tmp_path: Path) -> None:
     fits = found["fit / forward pass over the validation images"]
     assert set(fits) == {"Pool", "Pool W_opt", "learned score", "confidence", "auto"}
     assert found["memory"]["auto, peak GB"] > 0
+    again = small("pool.py", tmp_path, "--no-memory")
+    assert again["measured"]["memory"] == {"machine": again["machine"], **found["memory"]}
 
 
 def test_the_scoring_benchmark_measures_everything(tmp_path: Path) -> None:
