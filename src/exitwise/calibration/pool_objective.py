@@ -4,7 +4,7 @@ What the experts give to each class is a tensor, or something that computes rows
 anew in every pass, so that memory does not grow with them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from exitwise.calibration.exit_objective import block_size
 from exitwise.core.memory import align
 
 BLOCK = 1 << 19  # numbers in float64 per block of samples
+_MAX_KEPT = 1 << 22  # numbers in float64 that are kept from pass to pass, 32 MB
 
 
 class Rows(Protocol):
@@ -89,9 +90,22 @@ class PoolObjective:
         self._log_probs, self._labels, self._logits = log_probs, labels, logits
         self.exits, (self.samples, self.classes) = len(log_probs), log_probs[0].shape
         self.experts = self.exits + len(logits)
+        self._kept: tuple[tuple[int, ...], list[tuple[Tensor, Tensor]]] | None = None
 
-    def _blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what the used experts give to each class (k, m, c), and labels (m,), block by block."""
+    def _blocks(self, used: Sequence[int]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return what the used experts give to each class (k, m, c), and labels (m,), block by block.
+
+        The blocks are kept for the next pass, if there are few: all steps of a search use the same experts.
+        """
+        if self._kept is not None and self._kept[0] == tuple(used):
+            return self._kept[1]
+        self._kept = None
+        if len(used) * self.samples * self.classes > _MAX_KEPT:
+            return self._compute_blocks(used)
+        self._kept = (tuple(used), list(self._compute_blocks(used)))
+        return self._kept[1]
+
+    def _compute_blocks(self, used: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         size = max(1, BLOCK // (max(1, len(used)) * self.classes))
         for part in sample_ranges((*self._log_probs, *self._logits), len(self._labels)):
             experts, labels = [self._expert(j, part) for j in used], self._labels[part]
@@ -152,9 +166,13 @@ class PoolObjective:
             logits = torch.tensordot(weights, experts, dims=1)
             if bias is not None:
                 logits += bias
-            log_norm = logits.logsumexp(dim=1)
-            loss += float((log_norm - logits[rows, labels]).sum())
-            probs = logits.sub_(log_norm[:, None]).exp_()
+            # One exponential of every number: they take most of the time.
+            largest = logits.amax(dim=1)
+            loss += float((largest - logits[rows, labels]).sum())
+            probs = logits.sub_(largest[:, None]).exp_()
+            norm = probs.sum(dim=1)
+            loss += float(norm.log().sum())
+            probs /= norm[:, None]
             weighted = probs * experts
             means = weighted.sum(dim=2)
             residual = means - experts[:, rows, labels]
