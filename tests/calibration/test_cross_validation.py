@@ -19,12 +19,47 @@ from exitwise.calibration.calibration import Calibration
 from exitwise.calibration.cross_validation import CANDIDATES, CrossValidation, candidate_methods, choose_samples, select
 from exitwise.calibration.method_selection import MethodSelection
 from exitwise.calibration.methods import AUTO, get_method, parse_method
+from exitwise.calibration.trace import Split
 from exitwise.calibration.tuning import PRIOR_VARS, TEMPERATURES, Tuner
 from exitwise.runs.run import Run
 
 pytestmark = pytest.mark.numerical
 
 PLAIN = [name for name in CANDIDATES if "Laplace" not in name]
+
+
+UNUSUAL = (
+    "overconfident",
+    "two classes",
+    "later exits are worse",
+    "imbalanced",
+    "300 labels",
+    "ten classes, ten exits",
+)
+
+
+def unusual_trace(kind: str, seed: int) -> ew.Trace:
+    """A trace with a thousand test samples and, unless the kind says otherwise, as many validation samples."""
+    if kind == "two classes":
+        return random_trace(n=1000, classes=2, seed=seed)
+    if kind == "ten classes, ten exits":
+        return random_trace(n=1000, widths=(12,) * 10, classes=10, seed=seed)
+    trace = random_trace(n=1000, seed=seed)
+    assert trace.test is not None
+    if kind == "300 labels":
+        return replace(trace, val=trace.val.take(torch.arange(300)))
+    if kind == "imbalanced":
+        keep = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.03])
+        generator = torch.Generator().manual_seed(seed)
+        splits = []
+        for split in (trace.val, trace.test):
+            drawn = torch.rand(len(split), generator=generator) < keep[split.labels]
+            splits.append(split.take(drawn.nonzero()[:, 0]))
+        return replace(trace, val=splits[0], test=splits[1])
+    if kind == "later exits are worse":
+        splits = [Split(s.features[::-1], s.labels) for s in (trace.val, trace.test)]
+        return replace(trace, val=splits[0], test=splits[1], heads=trace.heads[::-1], curvature=trace.curvature[::-1])
+    return trace
 
 
 def loop_losses(trace: ew.Trace, name: str, draws: torch.Tensor) -> np.ndarray:
@@ -147,14 +182,18 @@ class TestCalibrate:
         assert ew.calibrate(random_trace(widths=(6,)), num_draws=4).method.ensemble in (None, "pool")
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_it_does_no_harm_where_confidence_is_exaggerated(self, seed: int) -> None:
-        """At every exit of the test split: NLPD and ECE no worse than vanilla's and T_opt's beyond their error."""
-        trace = random_trace(n=1000, seed=20 * seed)
+    @pytest.mark.parametrize("kind", UNUSUAL)
+    def test_it_does_no_harm(self, kind: str, seed: int) -> None:
+        """At every exit of the test split: NLPD, ECE and top-1 no worse than T_opt's and vanilla's beyond their error.
+
+        Heads are overconfident in all of these traces.
+        """
+        trace = unusual_trace(kind, 20 * seed)
         assert trace.test is not None
         nlpd, ece, top1 = {}, {}, {}
         for name in (AUTO, "T_opt", "MSDNet (vanilla)"):
             preds = ew.calibrate(trace, name, num_draws=10).predict(trace.test)
-            rows = preds.log_probs[:, torch.arange(1000), trace.test.labels]
+            rows = preds.log_probs[:, torch.arange(len(trace.test)), trace.test.labels]
             nlpd[name] = -float(rows.mean())
             correct = preds.predicted == trace.test.labels.numpy()
             top1[name] = float(correct.mean())
