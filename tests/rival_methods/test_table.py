@@ -132,6 +132,8 @@ class TestRows:
         rows = list(csv.DictReader(io.StringIO(found.to_csv())))
         assert [row["name"] for row in rows] == [row.name for row in found]
         assert float(rows[0]["top1"]) == pytest.approx(found[0].top1, rel=1e-5)
+        per_exit = [float(rows[0][f"eefp_{k}"]) for k in (1, 2)]
+        assert per_exit == pytest.approx(found[0].eefp_per_exit, rel=1e-5)
         assert len(found.to_pandas()) == len(found)
         assert "temperature scaling" in repr(found)
 

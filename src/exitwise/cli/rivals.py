@@ -101,12 +101,12 @@ def _metrics_table(table: "RivalTable", labels: Mapping[str, str]) -> "RichTable
     caption = (
         f"\nMeans over budgets from {low} to {high}; fitted on {table.samples['val']:,} validation samples, measured "
         f"on {table.samples['test']:,} test samples.\nAdded: MACs of the method in percent of the net's. EEFP: how "
-        "well the exit score detects where stopping is right,\nmean over the exits; visited: over the samples that "
-        "reach each exit."
+        "well the exit score detects where stopping is right, mean over the exits; visited: of the samples that reach "
+        "each exit."
     )
     rich_table = tables.make_table("Rivals", caption)
     rich_table.add_column("", no_wrap=True)
-    for name in ("top-1", "NLPD", "ECE", "ad. ECE", "AUROC", "AURC", "EEFP", "visited", "fit s", "added %"):
+    for name in ("top-1", "NLPD", "ECE", "ad.\nECE", "AUROC", "AURC", "EEFP", "EEFP\nvisited", "fit s", "added\n%"):
         rich_table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in table:
