@@ -44,7 +44,7 @@ def unusual_trace(kind: str, seed: int) -> ew.Trace:
         return random_trace(n=1000, classes=2, seed=seed)
     if kind == "ten classes, ten exits":
         return random_trace(n=1000, widths=(12,) * 10, classes=10, seed=seed)
-    trace = random_trace(n=1000, seed=seed)
+    trace = random_trace(n=2700 if kind == "imbalanced" else 1000, seed=seed)
     assert trace.test is not None
     if kind == "300 labels":
         return replace(trace, val=trace.val.take(torch.arange(300)))
