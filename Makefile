@@ -71,6 +71,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/answers.py
 	$(BIN)/python benchmarks/pool.py
 	$(BIN)/python benchmarks/scoring.py
+	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/scale.py
 
 # The documentation as a site: open site/index.html.
