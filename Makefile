@@ -71,6 +71,7 @@ benchmark: $(VENV)/dev.ready
 	$(BIN)/python benchmarks/answers.py
 	$(BIN)/python benchmarks/pool.py
 	$(BIN)/python benchmarks/scoring.py
+	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/serving.py $(if $(CIFAR100),--cifar100 $(CIFAR100))
 
