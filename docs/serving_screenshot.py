@@ -47,7 +47,7 @@ def main() -> None:
     for part in parts:
         joined.paste(part, (0, top))
         top += part.height
-    joined.quantize(64).save(OUT, optimize=True)
+    joined.quantize(192).save(OUT, optimize=True)
 
 
 if __name__ == "__main__":

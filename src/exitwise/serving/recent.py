@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import ceil, floor, log
+from math import ceil, exp, floor, log
 from typing import Any
 
 WINDOW = 120  # seconds that are kept
@@ -121,7 +121,7 @@ def _quantile(latencies: "Counter[int]", share: float) -> float | None:
     for bin in sorted(latencies):
         rank -= latencies[bin]
         if rank <= 0:
-            return round(1000 * 1.05 ** (bin + 0.5), 4)
+            return round(1000 * exp((bin + 0.5) * _BIN), 4)
     return None
 
 
