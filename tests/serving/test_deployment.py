@@ -137,7 +137,7 @@ def test_the_inference_service_of_kserve() -> None:
 
 
 def test_the_file_for_ray_fits_rays_schema_and_builds(tmp_path: Path) -> None:
-    pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'")
+    pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'", exc_type=ImportError)
     from ray.serve.schema import ServeDeploySchema
 
     from exitwise.serving import ray

@@ -35,7 +35,7 @@ from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.onnx import Session
 from exitwise.serving.settings import Settings
 
-pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'")
+pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'", exc_type=ImportError)
 
 from exitwise.serving import ray as on_ray
 from exitwise.serving.ray_metrics import MetricsExporter

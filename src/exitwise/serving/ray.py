@@ -230,9 +230,7 @@ def run(
                 raise InputError(f"the Ray cluster at {cluster} has ended")
         print("exitwise: answering what was accepted, then ending; a second signal ends at once", file=sys.stderr)
         with _short_errors("end the service on Ray"):
-            serve.delete(_NAME)
-            if cluster == LOCAL:
-                serve.shutdown()
+            serve.delete(_NAME)  # waits for the replicas; a cluster of this machine ends with the block
 
 
 def _http_options(address: Address, settings: Settings) -> dict[str, Any]:
