@@ -177,7 +177,7 @@ def summarize(found: Requests) -> dict[str, float | None]:
         "p99": quantiles[1],
         "goodput": round(float(goodput), 4),
         "rejected": round(float(rejected), 4),
-        "late or lost": round(float(1 - goodput - rejected), 4),
+        "late or lost": abs(round(float(1 - goodput - rejected), 4)),
         "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
         "budget": mean_budget(found["budget"][answered]),
     }

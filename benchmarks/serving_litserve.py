@@ -15,7 +15,6 @@ import litserve
 import numpy as np
 
 MAX_BATCH, BATCH_TIMEOUT = 4, 0.005  # requests, and seconds that the first of them waits for others
-TIMEOUT = 0.05  # seconds in its queue after which a request is refused: the objective
 MEAN = np.array([0.5071, 0.4867, 0.4408], np.float32).reshape(3, 1, 1)
 STD = np.array([0.2675, 0.2565, 0.2761], np.float32).reshape(3, 1, 1)
 
@@ -53,7 +52,7 @@ def main() -> None:
     for name in ("uvicorn", "uvicorn.access", "litserve"):
         logging.getLogger(name).setLevel(logging.INFO if name == "uvicorn" else logging.WARNING)
     api = Classify(max_batch_size=MAX_BATCH, batch_timeout=BATCH_TIMEOUT)
-    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1, timeout=TIMEOUT)
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1)
     server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="info", access_log=False)
 
 

@@ -94,9 +94,9 @@ def test_a_constant_load_has_a_nearly_constant_policy_and_keeps_the_objective(lo
     assert result.changes <= 8
     settled = result.policies[result.arrivals > 2]
     affordable = max(k for k, cost in enumerate(COSTS) if cost * load <= COSTS[-1])
-    # Batches have an overhead, so that not all of the capacity is there; but at most two policies may be lost by it. The
-    # policy of the load may be somewhat too expensive, because long queues lower that of some requests.
-    assert affordable - 2 <= settled.mean() <= affordable + 0.5
+    # Batches have an overhead, so that not all of the capacity is there; but at most two policies may be lost by it.
+    # The policy of the load may be one too expensive: long queues then lower that of some requests.
+    assert affordable - 2 <= settled.mean() <= affordable + 1
     assert settled.std() < 1.5
 
 

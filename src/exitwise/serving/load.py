@@ -22,8 +22,8 @@ from math import exp, inf
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
 
-_UTILIZATION = 1.05  # of the measured capacity, with a policy that the controller moves to; the queue corrects it
-_MAX_UTILIZATION = 1.2  # above it the policy becomes cheaper
+_UTILIZATION = 1.2  # of the measured capacity, with a policy that the controller moves to: the queue corrects it
+_MAX_UTILIZATION = 1.35  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
 _DRAIN_SHARE = 0.25  # of the latency objective, in which a queue is worked off with the policy of new requests
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged

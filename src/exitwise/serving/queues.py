@@ -144,7 +144,7 @@ class MixedPolicies:
 
     def exit_mask(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the exit mask (n,) and the score state (n, m): of every sample as its own policy gives it."""
-        indices = sorted(set(self._which.tolist()))
+        indices: list[int] = sorted(set(self._which.tolist()))
         if len(indices) == 1:
             return self._policies[indices[0]].exit_mask(exit, pred, state)
         mask: Array = np.ones(len(pred.probs), dtype=bool)
