@@ -104,6 +104,7 @@ policies: $(VENV)/dev.ready
 	$(BIN)/python experiments/tables.py
 
 # An hour, and goes on where it was interrupted: networks of timm, torchvision and transformers, from attach to ONNX.
+# Needs them first: .venv/bin/pip install -c constraints.txt timm transformers
 networks: $(VENV)/dev.ready
 	nice -n 19 $(BIN)/python experiments/zoo_sweep.py
 
