@@ -93,8 +93,8 @@ def test_guide_leads_from_a_timm_network_to_a_bundle_in_five_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitwise: Command
 ) -> None:
     """Without Python, at a smaller size than the network's own."""
-    pytest.importorskip("timm")
     define_operators()
+    pytest.importorskip("timm")
     monkeypatch.chdir(tmp_path)
     named = ew.models.build_named("timm:resnet18", 3, weights=None, image_size=64)
     assert named.preprocessing is not None

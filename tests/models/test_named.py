@@ -21,8 +21,8 @@ from exitwise.models.named.build import rebuild_named
 from exitwise.models.named.hub_access import offline_without_network
 from exitwise.models.named.image_processor import preprocessing_of
 
-pytest.importorskip("timm")
 define_operators()
+pytest.importorskip("timm")
 
 
 @pytest.fixture(autouse=True)

@@ -83,8 +83,8 @@ def test_a_run_keeps_the_preprocessing_of_its_network(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_classes_that_differ_are_refused_or_need_a_new_layer(tmp_path: Path, exitwise: Command) -> None:
-    pytest.importorskip("timm")
     define_operators()
+    pytest.importorskip("timm")
     module = ew.models.build_named("timm:test_resnet", 4, weights=None).module
     save_file(module.state_dict(), tmp_path / "four.safetensors")
     options = ["--data", f"folder:{photos(tmp_path / 'photos')}", "--model", "timm:test_resnet", "--image-size", 32]

@@ -19,8 +19,8 @@ from torchvision_schemas import define_operators
 import exitwise as ew
 from exitwise.runtime.hub import hash_base
 
-pytest.importorskip("timm")
 define_operators()
+pytest.importorskip("timm")
 
 TESTS = Path(__file__).parent.parent
 CLASSES = ["ash", "birch", "cedar"]
