@@ -41,7 +41,7 @@ Splits = tuple[Any, Any, Any]  # datasets that train heads, validate and test
 
 def networks(arguments: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Splits]]:
     """Names, networks and their samples, as far as their files are given."""
-    for name, root in (("fashion-mnist", None), ("cifar100", arguments.images0)):
+    for name, root in (("fashion-mnist", None), ("cifar100", arguments.cifar100)):
         if name == "cifar100" and root is None:
             continue
         train, test = data.load(name, root)

@@ -2,8 +2,9 @@
 
 usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B]
 
-The networks are those of plain.py, a ResNet14 with one exit: RUNS/cifar100-plain, which is trained first if it is not
-there, and that of Fashion-MNIST in this folder. Every variant has an epoch of its heads alone (three of a third of the
+The networks are a ResNet14 with one exit for each dataset, trained by the commands of plain.py: that of Fashion-MNIST in
+plain/, and that of CIFAR-100 in joint/, with its history; if it is removed, RUNS/cifar100-plain is trained.
+Every variant has an epoch of its heads alone (three of a third of the
 images) and then N more. The budget is chosen on validation samples: the smallest whose policy is right at least as
 often as the plain network, with the cost of heads and pools in it. `continued` is the plain network itself, trained for
 N more epochs: what the epochs alone bring. Trainings go on where they were interrupted; results go to
@@ -89,8 +90,9 @@ VARIANTS: dict[str, tuple[str, Train]] = {  # head, training
 
 def plain_network(name: str, root: list[str], runs: Path) -> ew.MultiExitNet:
     """The network with one exit, trained if it is not there."""
-    if name == "fashion-mnist":
-        return ew.load_net(plain_networks.WEIGHTS)
+    stored = plain_networks.WEIGHTS if name == "fashion-mnist" else RESULTS.parent / f"{name}-plain.safetensors"
+    if stored.exists():
+        return ew.load_net(stored)
     run = runs / f"{name}-plain"
     if not run.exists():
         exitwise("train", "--data", name, *root, "--model", MODEL, *TRAINING[name], "--out", run)

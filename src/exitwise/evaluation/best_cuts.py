@@ -210,11 +210,11 @@ def _take_samples(samples: Any, count: int, seed: int) -> Any:
     """Return `count` random samples of a dataset; a smaller dataset or a loader unchanged."""
     if not isinstance(samples, Sized) or len(samples) <= count:
         return samples
-    is_images = hasattr(samples, "pixels_of")
-    if not is_images and not isinstance(samples, Dataset):
-        return samples
     positions = torch.randperm(len(samples), generator=derive_generator(seed, len(samples)))[:count]
-    return samples[positions] if is_images else Subset(samples, positions.tolist())  # type: ignore[index]
+    if hasattr(samples, "pixels_of"):
+        images: Any = samples
+        return images[positions]
+    return Subset(samples, positions.tolist()) if isinstance(samples, Dataset) else samples
 
 
 @torch.no_grad()
