@@ -1,4 +1,4 @@
-"""What all endpoints do with requests and responses: read a body within the limits, answer JSON, note for the log."""
+"""Steps that all endpoints share: read a body within the limits, answer JSON, add entries to the access log."""
 
 import asyncio
 import json
