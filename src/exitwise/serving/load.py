@@ -66,9 +66,9 @@ class LoadController:
     Example:
         >>> from exitwise.serving.load import LoadController
         >>> controller = LoadController([1.0, 2.0, 4.0], slo=0.05)
-        >>> for step in range(100):  # 100 samples per second, but the speed is 150 cost units per second
+        >>> for step in range(100):  # 100 samples per second, but the speed is 120 cost units per second
         ...     controller.add_arrivals(step / 100, 1)
-        ...     controller.add_batch(cost=1.5, seconds=0.01)
+        ...     controller.add_batch(cost=1.2, seconds=0.01)
         ...     index = controller.update(step / 100, queued=0)
         >>> index
         0
