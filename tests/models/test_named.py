@@ -116,11 +116,6 @@ def test_transformers_images_are_those_of_its_own_processor(kind: str) -> None:
     [
         ("ViTImageProcessorPil", {"size": {"height": 64, "width": 48}}, "does not make square images"),
         ("ViTImageProcessorPil", {"size": {"height": 64, "width": 64}, "do_resize": False}, "does not make square"),
-        (
-            "FlavaImageProcessorPil",
-            {"return_image_mask": False, "do_center_crop": False, "size": {"height": 9}},
-            "square",
-        ),
     ],
 )
 def test_processors_that_cannot_be_repeated_are_refused(name: str, settings: dict[str, Any], reason: str) -> None:

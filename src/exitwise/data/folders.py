@@ -244,11 +244,13 @@ def common_size(*image_sets: ImageFileSet) -> int | None:
 
 
 def decode(
-    path: Path, preprocessing: Preprocessing, augmentation: Augmentation | None, draws: list[float] | None
+    path: Path, preprocessing: Preprocessing | int, augmentation: Augmentation | None, draws: list[float] | None
 ) -> np.ndarray:
     """Return an image file as uint8 (size, size, 3): its center, or augmented according to `draws`."""
     from PIL import Image
 
+    if isinstance(preprocessing, int):  # the size of images that are scaled and cropped as ImageNet's
+        preprocessing = Preprocessing(preprocessing, MEAN, STD, MARGIN)
     size = preprocessing.size
     try:
         image = open_rgb(path)
