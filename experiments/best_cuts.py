@@ -72,7 +72,7 @@ def correct_at(module: nn.Module, at: list[str], splits: Splits, budgets: tuple[
     tuned, preds = cal.predict(trace.val), cal.predict(trace.test)
     labels, rows, costs = trace.test.labels.numpy(), [], []
     for budget in budgets:
-        policy = ew.fit_policy(tuned, trace.val.labels, trace.costs, budget=budget)
+        policy = ew.fit_policy(tuned, trace.val.labels, trace.costs, budget=max(budget, trace.costs.values[0]))
         exits = policy.exits(preds)
         rows.append(preds.predicted[exits, np.arange(len(labels))] == labels)
         costs.append(float(np.array(trace.costs.values)[exits].mean()))

@@ -2,13 +2,12 @@
 
 usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B]
 
-The networks are a ResNet14 with one exit for each dataset, trained by the commands of plain.py: that of Fashion-MNIST in
-plain/, and that of CIFAR-100 in joint/, with its history; if it is removed, RUNS/cifar100-plain is trained.
-Every variant has an epoch of its heads alone (three of a third of the
-images) and then N more. The budget is chosen on validation samples: the smallest whose policy is right at least as
-often as the plain network, with the cost of heads and pools in it. `continued` is the plain network itself, trained for
-N more epochs: what the epochs alone bring. Trainings go on where they were interrupted; results go to
-experiments/joint/results.json, and their table to the README.
+The networks are a ResNet14 with one exit for each dataset, trained by the commands of plain.py: for Fashion-MNIST that
+in plain/, for CIFAR-100 that in joint/, with its history; without it, RUNS/cifar100-plain is trained. Every variant has
+an epoch of its heads alone (three of a third of the images) and then N more. The budget is chosen on validation
+samples: the smallest whose policy is right at least as often as the plain network, with the cost of heads and pools in
+it. `continued` is the plain network itself, trained for N more epochs: what the epochs alone bring. Trainings go on
+where they were interrupted; results go to experiments/joint/results.json, and their table to the README.
 """
 
 import argparse
