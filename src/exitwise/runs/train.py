@@ -90,9 +90,7 @@ def train_new_run(
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
     if is_named(preset):
-        raise InputError(
-            f"--model {preset} is for train-heads: exitwise train takes presets and --net"
-        )
+        raise InputError(f"--model {preset} is for train-heads: exitwise train takes presets and --net")
     size = net_input_size(preset)
     if preset and attached.weights is None and (attached.attach or needs_original(recipe)):
         raise InputError(f"this training starts from a trained {preset}: give its weights with --weights")
