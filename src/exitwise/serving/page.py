@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import time
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from exitwise.serving.explain import describe_policies, explain_image
 from exitwise.serving.images import split_upload
 from exitwise.serving.queues import DeadlineError, Recorder
 from exitwise.serving.scheduler import OverloadedError
-from exitwise.serving.service import LoadedBundle, Service
+from exitwise.serving.service import LoadedBundle, RequestOptions, Service
 
 _MAX_WAITING = 8  # images that wait to be explained, one at a time; more are refused
 _SCRIPTS = ("page.js", "exits.js", "load.js")
@@ -83,7 +84,7 @@ class PageEndpoints:
     async def explain(self, request: Request) -> Response:
         """Answer the predictions of all exits for one image file, and the exit of every policy."""
         note(request, endpoint="explain")
-        service = self._service
+        service, arrived = self._service, time.monotonic()
         top = parse_top(request.query_params.get("top"))
         body = await read_body(request, self._settings)
         (upload,) = split_upload(request.headers.get("content-type"), body, 1)
@@ -93,23 +94,25 @@ class PageEndpoints:
                 raise InputError(NO_PREPROCESSING)
             if self._waiting >= _MAX_WAITING:
                 raise OverloadedError(f"{self._waiting} other images wait to be explained", 1)
-            bundle.scheduler.check_capacity(1)
+            options = service.parse_options(bundle, request.query_params, arrived)
+            bundle.scheduler.check_capacity(1, options.timeout)
             self._waiting += 1
             try:
-                async with asyncio.timeout(self._settings.timeout), self._turn:
+                async with asyncio.timeout(options.timeout), self._turn:
                     image = await service.run_in_thread(
                         lambda: decode_image(upload.data, preprocessing, self._settings.max_pixels)
                     )
-                    return await self._run(request, bundle, image, top)
+                    return await self._run(request, bundle, image, options, top)
             except TimeoutError:
                 raise DeadlineError("the image could not be explained in time") from None
             finally:
                 self._waiting -= 1
 
-    async def _run(self, request: Request, bundle: LoadedBundle, image: Any, top: int) -> Response:
+    async def _run(
+        self, request: Request, bundle: LoadedBundle, image: Any, options: RequestOptions, top: int
+    ) -> Response:
         service = self._service
         recorder = Recorder(bundle.family[0].policy)
-        options = service.parse_options(bundle, {})
         rows = await service.classify(bundle, image[None], options, request.receive, recorder)
         if rows.errors:
             raise RequestError(422, rows.errors[0])
