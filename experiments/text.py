@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from results import machine, rounded
 from torch.utils.data import DataLoader, Dataset
+from torchvision_operators import define_operators
 
 import exitwise as ew
 from exitwise.core.files import write_json
@@ -70,6 +71,7 @@ def split(texts: list[str], labels: torch.Tensor, tokenizer: Any, sizes: dict[st
 
 def measure(model: Path, parts: dict[str, Sentences], bundle: Path, epochs: int = 15) -> dict[str, Any]:
     """Attach exits, train heads, calibrate, evaluate at budgets, and compare a bundle with torch."""
+    define_operators()
     torch.manual_seed(0)
     net = ew.attach(f"hf:{model}", exits=EXITS, num_classes=len(CLASSES))
     loaders = {name: DataLoader(sentences, batch_size=50) for name, sentences in parts.items()}

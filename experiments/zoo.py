@@ -3,13 +3,13 @@
 A name is `timm:MODEL`, `torchvision:MODEL` or `hf:TYPE`, a type of transformers' configurations. Nothing is downloaded.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision_operators import define_operators
 
 CLASSES = 10
 
@@ -79,19 +79,6 @@ _KEEP_SIZES = {
 }
 
 
-def define_torchvision_operators() -> None:
-    """Define the operators without which torchvision does not import beside a PyTorch that it was not built for."""
-    with contextlib.suppress(Exception):
-        import torchvision.extension
-
-        if torchvision.extension._has_ops():
-            return
-    for name in ("nms", "qnms"):
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        with contextlib.suppress(RuntimeError):  # defined before
-            torch.library.define(f"torchvision::{name}", schema)
-
-
 def build(name: str, num_classes: int = CLASSES) -> tuple[nn.Module, Any, list[int]]:
     """Build a network with random weights, in evaluation mode.
 
@@ -99,7 +86,7 @@ def build(name: str, num_classes: int = CLASSES) -> tuple[nn.Module, Any, list[i
     """
     library, _, model = name.partition(":")
     torch.manual_seed(0)
-    define_torchvision_operators()
+    define_operators()
     if library == "timm":
         return _build_timm(model, num_classes)
     if library == "torchvision":

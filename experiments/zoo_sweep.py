@@ -60,7 +60,7 @@ def load_records() -> dict[str, Any]:
 def sweep(names: Sequence[str], minutes: float, again: bool) -> None:
     """Measure the networks that have no record, and write each record when it is there."""
     start = time.monotonic()
-    zoo.define_torchvision_operators()
+    zoo.define_operators()
     import timm  # noqa: F401  imported once, before the processes are forked
     import torchvision  # noqa: F401
     import transformers  # noqa: F401

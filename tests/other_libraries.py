@@ -18,7 +18,12 @@ def experiment(name: str) -> ModuleType:
         sys.path.remove(folder)
 
 
+def define_operators() -> None:
+    """Let torchvision be imported beside any torch."""
+    experiment("torchvision_operators").define_operators()
+
+
 def require(package: str) -> Any:
     """Import timm, torchvision or transformers, or skip the test."""
-    experiment("zoo").define_torchvision_operators()
+    define_operators()
     return pytest.importorskip(package, reason=f"{package} is not installed: pip install -c constraints.txt {package}")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from command import Command
+from other_libraries import define_operators
 from paths import ROOT
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from torchvision_schemas import define_operators
 
 import exitwise as ew
 from exitwise import data

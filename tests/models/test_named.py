@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from other_libraries import define_operators
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torchvision_schemas import define_operators
 
 import exitwise as ew
 from exitwise.core.image_files import decode_image

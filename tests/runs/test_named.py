@@ -2,23 +2,24 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from command import Command
+from other_libraries import define_operators
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from torchvision_schemas import define_operators
 
 import exitwise as ew
 from exitwise.core.image_files import load_image
 from exitwise.models.named.module import NamedModule
 from exitwise.runs.data import load_splits, run_preprocessing
 from exitwise.runs.named import attach_to_named
-from exitwise.runs.options import HeadTrainOptions
+from exitwise.runs.options import AttachOptions
 from exitwise.runs.run import Run
 
 LOOK = ew.Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.25, "bicubic", True)
@@ -54,7 +55,8 @@ def test_the_last_exit_has_the_order_of_the_folders(names: Any, rows: list[int],
     named = named_module(names)
     x = torch.rand(4, *LOOK.shape)
     expected = named.module(x)[:, rows]
-    net = attach_to_named(named, images, HeadTrainOptions(attach="1"), 0)
+    splits: Any = SimpleNamespace(train=images, val=images)
+    net = attach_to_named(named, AttachOptions(attach="1"), splits, train_last=False, seed=0)
     torch.testing.assert_close(net(x)[-1], expected)
     assert net.spec == {**named.spec, "attach": {"at": ["1"], "head": "mlp"}}
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from command import once
 from hub_stub import COMMIT, running_hub
+from other_libraries import define_operators
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision_schemas import define_operators
 
 import exitwise as ew
 from exitwise.runtime.hub import hash_base
@@ -171,7 +171,7 @@ def test_a_bundle_can_be_added(tmp_path: Path, shared: Path) -> None:
 IN_A_PROCESS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from torchvision_schemas import define_operators
+from other_libraries import define_operators
 define_operators()
 import torch, exitwise as ew
 shared, cache = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""Import torchvision beside a torch for CPUs, whose wheels lack the compiled operators: for tests only.
+"""Import torchvision beside a torch that it was not built for: for tests and experiments only.
 
 torchvision registers Python functions for its operators when it is imported, which fails if they are not defined. The
 networks of timm, torchvision and Transformers need none of them.
