@@ -16,7 +16,6 @@ from exitwise.core.distributed import rank, run_on_rank_zero
 from exitwise.core.errors import AllRanksError, InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
-from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.runs.attached import build_attached_net, check_attach_options, warn_of_last_exit
@@ -89,8 +88,6 @@ def train_new_run(
     seed = options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     preset = None if net_options.function else net_options.model or dataset.model
-    if is_named(preset):
-        raise InputError(f"--model {preset} is for train-heads: exitwise train takes presets and --net")
     size = net_input_size(preset)
     if preset and attached.weights is None and (attached.attach or needs_original(recipe)):
         raise InputError(f"this training starts from a trained {preset}: give its weights with --weights")
