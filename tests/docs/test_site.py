@@ -298,7 +298,7 @@ def test_a_page_of_the_reference_does_not_repeat_the_example_of_a_docstring(name
 
 
 def test_the_reference_names_nothing_else() -> None:
-    assert set(parts_of_the_reference()) == {*ew.__all__, "runtime.onnx.Session"}
+    assert set(parts_of_the_reference()) == {*ew.__all__, "runtime.onnx.Session", "serving.ray.app"}
 
 
 # Links

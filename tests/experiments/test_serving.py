@@ -23,9 +23,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "experiments")
-    import serving
+    import serving_runs
 
-    return serving
+    return serving_runs
 
 
 def images(bundle: Path, n: int) -> Any:

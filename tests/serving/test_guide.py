@@ -79,7 +79,7 @@ def test_every_option_in_the_guide_exists() -> None:
 
 def test_figures_of_the_experiments_are_those_of_the_committed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "experiments")
-    from serving import describe
+    from serving_runs import describe
 
     rows = describe(ROOT / "experiments" / "serving")
     assert len(rows) == 6

@@ -35,8 +35,6 @@ from exitwise.serving.security import ApiKeys
 from exitwise.serving.service import LoadedBundle, Service, output_tensors
 from exitwise.serving.settings import Settings
 
-_MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
-
 
 def app(
     bundle: str | Path,
@@ -91,9 +89,9 @@ def app(
         )
     if api_keys is not None:
         middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
-    endpoints = _Endpoints(service)
+    endpoints = _Endpoints(service, page, metrics)
     application = Starlette(
-        routes=[*endpoints.routes(metrics), *(PageEndpoints(service).routes() if page else ())],
+        routes=[*endpoints.routes(), *(PageEndpoints(service).routes() if page else ())],
         middleware=middleware,
         exception_handlers=_exception_handlers(endpoints),
         lifespan=lifespan,
@@ -120,7 +118,7 @@ def metrics_app(service: Service) -> Starlette:
 def _logging_and_limits(service: Service) -> list[Middleware]:
     return [
         Middleware(AccessLog, metrics=service.metrics),
-        Middleware(LimitBodies, max_bytes=_MAX_BODIES * service.settings.max_body),
+        Middleware(LimitBodies, memory=service.body_memory),
     ]
 
 
@@ -149,10 +147,11 @@ async def _refuse_http(_: Request, error: Exception) -> Response:
 class _Endpoints:
     """Handlers of the application."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._settings = service, service.settings
+    def __init__(self, service: Service, page: bool = False, metrics: bool = False) -> None:
+        self._service, self._settings, self._metrics = service, service.settings, metrics
+        self._api = describe_api(self._settings.name, self._settings.max_images, page, metrics)
 
-    def routes(self, metrics: bool) -> list[Route]:
+    def routes(self) -> list[Route]:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         routes = [
             Route("/v2", self.describe_server),
@@ -168,7 +167,7 @@ class _Endpoints:
                 Route(f"{path}/ready", self.model_ready),
                 Route(f"{path}/infer", self.infer, methods=["POST"]),
             ]
-        return [*routes, Route("/metrics", self.metrics)] if metrics else routes
+        return [*routes, Route("/metrics", self.metrics)] if self._metrics else routes
 
     async def live(self, request: Request) -> Response:
         _note(request, endpoint="health")
@@ -207,11 +206,11 @@ class _Endpoints:
 
     async def openapi(self, request: Request) -> Response:
         _note(request, endpoint="metadata")
-        return _json(describe_api(self._settings.name, self._settings.max_images))
+        return _json(self._api)
 
     async def api_page(self, request: Request) -> Response:
         _note(request, endpoint="metadata")
-        page = render_api(describe_api(self._settings.name, self._settings.max_images))
+        page = render_api(self._api)
         headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
         return Response(page, headers=headers, media_type="text/html")
 
@@ -231,7 +230,7 @@ class _Endpoints:
         _note(request, endpoint="infer")
         service, arrived = self._service, time.monotonic()
         body = await read_body(request, self._settings)
-        service.bundle.scheduler.check_capacity(1)  # before the work of parsing
+        service.bundle.scheduler.check_capacity()  # before the work of parsing
         header_length = request.headers.get(protocol.HEADER_LENGTH)
         parsed = await service.run_in_thread(
             lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)

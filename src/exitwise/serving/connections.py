@@ -22,10 +22,6 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or answer 503 and close it if there are too many."""
-        # asyncio does it only for sockets that name their protocol, which those of `socket.create_server` do not:
-        # the second write of an answer would wait for the client's acknowledgment of the first, often 40 ms.
-        if (connection := transport.get_extra_info("socket")) is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         if (connection := transport.get_extra_info("socket")) is not None:
             # asyncio does it only for sockets that name their protocol; otherwise the body of an answer waits until the

@@ -27,12 +27,14 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _REFUSALS = ("400", "401", "408", "413", "415", "503", "504")
 
 
-def describe_api(model: str, max_images: int) -> dict[str, Any]:
+def describe_api(model: str, max_images: int, page: bool = True, metrics: bool = True) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document.
 
     Args:
         model: Name of the model in paths.
         max_images: Largest number of images per request.
+        page: Whether the page is at the same address, with its data.
+        metrics: Whether /metrics is.
     """
     infer = {
         "summary": "Classify tensors (Open Inference Protocol V2).",
@@ -55,11 +57,19 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
     }
     explain = {
         "summary": "Run an image file through all exits, and tell where every policy exits; one at a time.",
-        "parameters": [_query("top", "Number of classes to list at each exit.", "integer")],
+        "parameters": [
+            _query("deadline_ms", "Milliseconds after which an answer is of no use.", "number"),
+            _query("top", "Number of classes to list at each exit.", "integer"),
+        ],
         "requestBody": {"required": True, "content": {"image/*": _BINARY}},
         "responses": _responses(_explain_answer(), extra=("422",)),
     }
     stats = {"summary": "Load and latency of the last two minutes.", "responses": _responses(_stats_answer())}
+    of_page: dict[str, Any] = {
+        "/": {"get": _simple("The page.")},
+        "/explain": {"get": _simple("Exits, policies and limits, for the page."), "post": explain},
+        "/stats": {"get": stats},
+    }
     path = f"/v2/models/{model}"
     return {
         "openapi": "3.1.0",
@@ -72,10 +82,8 @@ def describe_api(model: str, max_images: int) -> dict[str, Any]:
             f"{path}/ready": {"get": _simple("Whether the model accepts requests.")},
             f"{path}/infer": {"post": infer},
             "/classify": {"post": classify},
-            "/": {"get": _simple("The page, unless it has a port of its own.")},
-            "/explain": {"get": _simple("Exits, policies and limits, for the page."), "post": explain},
-            "/stats": {"get": stats},
-            "/metrics": {"get": _simple("Metrics for Prometheus, unless they have a port of their own.")},
+            **(of_page if page else {}),
+            **({"/metrics": {"get": _simple("Metrics for Prometheus.")}} if metrics else {}),
         },
         "components": {
             "securitySchemes": {

@@ -4,6 +4,8 @@ import asyncio
 import base64
 import hashlib
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
@@ -14,15 +16,15 @@ from starlette.routing import Route
 from exitwise.core.errors import InputError
 from exitwise.core.image_files import decode_image
 from exitwise.core.pages import fill_template, read_asset, read_shared_script, read_shared_style
-from exitwise.serving.errors import RequestError
+from exitwise.serving.errors import ClientDisconnectedError, RequestError
 from exitwise.serving.exchange import json_response, note, parse_top, read_body
 from exitwise.serving.explain import describe_policies, explain_image
 from exitwise.serving.images import split_upload
 from exitwise.serving.queues import DeadlineError, Recorder
 from exitwise.serving.scheduler import OverloadedError
-from exitwise.serving.service import LoadedBundle, RequestOptions, Service
+from exitwise.serving.service import LoadedBundle, RequestOptions, Service, wait_for_disconnect
 
-_MAX_WAITING = 8  # images that wait to be explained, one at a time; more are refused
+_MAX_WAITING = 8  # images that wait while another one is explained; more are refused
 _SCRIPTS = ("page.js", "exits.js", "load.js")
 NO_PREPROCESSING = "the bundle has no preprocessing for image files"
 
@@ -86,19 +88,22 @@ class PageEndpoints:
         note(request, endpoint="explain")
         service, arrived = self._service, time.monotonic()
         top = parse_top(request.query_params.get("top"))
+        if self._waiting > _MAX_WAITING:
+            raise OverloadedError(f"{_MAX_WAITING} other images wait to be explained", 1)
         body = await read_body(request, self._settings)
-        (upload,) = split_upload(request.headers.get("content-type"), body, 1)
+        kind = request.headers.get("content-type")
+        (upload,) = await service.run_in_thread(lambda: split_upload(kind, body, 1), len(body))
         with service.use_bundle() as bundle:
             preprocessing = bundle.session.preprocessing
             if preprocessing is None:
                 raise InputError(NO_PREPROCESSING)
-            if self._waiting >= _MAX_WAITING:
-                raise OverloadedError(f"{self._waiting} other images wait to be explained", 1)
+            if self._waiting > _MAX_WAITING:  # again: others may have come while the body arrived
+                raise OverloadedError(f"{_MAX_WAITING} other images wait to be explained", 1)
             options = service.parse_options(bundle, request.query_params, arrived)
             bundle.scheduler.check_capacity(1, options.timeout)
             self._waiting += 1
             try:
-                async with asyncio.timeout(options.timeout), self._turn:
+                async with asyncio.timeout(options.timeout), self._take_turn(request.receive):
                     image = await service.run_in_thread(
                         lambda: decode_image(upload.data, preprocessing, self._settings.max_pixels)
                     )
@@ -107,6 +112,22 @@ class PageEndpoints:
                 raise DeadlineError("the image could not be explained in time") from None
             finally:
                 self._waiting -= 1
+
+    @asynccontextmanager
+    async def _take_turn(self, receive: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+        """Wait until no other image is explained; raise ClientDisconnectedError if the client goes away before."""
+        turn, watcher = asyncio.ensure_future(self._turn.acquire()), asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({turn, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            watcher.cancel()
+            if not turn.done():
+                raise ClientDisconnectedError
+            yield
+        finally:
+            watcher.cancel()
+            if turn.done():
+                self._turn.release()
+            turn.cancel()
 
     async def _run(
         self, request: Request, bundle: LoadedBundle, image: Any, options: RequestOptions, top: int

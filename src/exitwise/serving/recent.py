@@ -39,8 +39,8 @@ class RecentLoad:
         >>> for milliseconds in range(1, 101):
         ...     recent.add_answer(milliseconds / 1000)
         >>> now = recent.summarize(num_exits=2)["now"]
-        >>> now["requests_per_second"], round(now["p50_ms"], -1), round(now["p99_ms"], -1)
-        (10.0, 50.0, 100.0)
+        >>> round(now["requests_per_second"], 1), round(now["p50_ms"], -1), round(now["p99_ms"], -1)
+        (11.1, 50.0, 100.0)
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,6 +90,7 @@ class RecentLoad:
             now = floor(self._clock())
             seconds = [self._seconds.get(now - ago, _Second()) for ago in range(WINDOW, 0, -1)]
             last = [*seconds[1 - NOW :], self._seconds.get(now, _Second())]
+            elapsed = NOW - 1 + self._clock() - now  # full seconds, and a part of the current one
             latencies: Counter[int] = sum((second.latencies for second in last), Counter())
             policies = [self._seconds[key].policy for key in sorted(self._seconds) if key <= now - WINDOW]
             current = next((policy for policy in reversed(policies) if policy is not None), None)
@@ -106,8 +107,8 @@ class RecentLoad:
                 "exits": [[second.exits[exit] for exit in range(num_exits)] for second in seconds],
                 "now": {
                     "seconds": NOW,
-                    "requests_per_second": sum(second.requests for second in last) / NOW,
-                    "rejected_per_second": sum(second.rejected for second in last) / NOW,
+                    "requests_per_second": sum(second.requests for second in last) / elapsed,
+                    "rejected_per_second": sum(second.rejected for second in last) / elapsed,
                     "p50_ms": _quantile(latencies, 0.5),
                     "p99_ms": _quantile(latencies, 0.99),
                     "exit_shares": _shares([sum(second.exits[exit] for second in last) for exit in range(num_exits)]),

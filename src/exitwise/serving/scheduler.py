@@ -29,6 +29,7 @@ State = TypeVar("State")
 
 _log = logging.getLogger("exitwise.serving")
 _NUM_DURATIONS = 16  # recent batches per stage, of which the shortest bounds the time of the next
+_USUAL_REQUESTS = 20  # over which the number of samples of a request is averaged
 _DURATION_AGE = 1.0  # seconds after which a measured time is forgotten, so that one long pause has no lasting effect
 
 
@@ -102,6 +103,7 @@ class Scheduler(Generic[State]):
         self._tickets: dict[int, Ticket] = {}
         self._next_number = 0
         self._pending = 0
+        self._usual_size = 1.0  # samples per request, of the last ones
         self._closing = False
         self._condition = threading.Condition(threading.RLock())  # a done callback may run under it
         check_integer("threads", threads, 1)
@@ -138,20 +140,26 @@ class Scheduler(Generic[State]):
         """Number of waiting samples by stage."""
         return [queue.length for queue in self._queues]
 
-    def check_capacity(self, size: int, timeout: float = inf) -> None:
-        """Raise OverloadedError if `size` more samples cannot be accepted, ClosedError if none are."""
+    def check_capacity(self, size: int | None = None, timeout: float = inf) -> None:
+        """Raise OverloadedError if a request cannot be accepted, ClosedError if none are.
+
+        Args:
+            size: Its number of samples; None if it is unknown yet, then a refused request counts as one of usual size.
+            timeout: Seconds until its deadline.
+        """
         with self._condition:
             if self._closing:
                 raise ClosedError("the service is shutting down")
             wait, limit = self.load.predict_wait(self._pending), min(self._max_wait, timeout)
-            if self._pending and self._pending + size > self._max_queue:
+            if self._pending and self._pending + (size or 1) > self._max_queue:
                 message, retry_after = f"the queue is full: {self._pending} images wait", wait
             elif wait > limit:
                 times = f"{1e3 * wait:.0f} ms, more than {1e3 * limit:.0f} ms"
                 message, retry_after = f"the service is overloaded: the wait would be {times}", wait - limit
             else:
                 return
-            self.load.add_arrivals(self._clock(), size)  # refused requests are load, too
+            refused = round(self._usual_size) if size is None else size
+            self.load.add_arrivals(self._clock(), refused)  # refused requests are load, too
         raise OverloadedError(message, retry_after)
 
     def policy_in_use(self) -> int:
@@ -190,10 +198,11 @@ class Scheduler(Generic[State]):
             self._next_number += 1
             ticket = Ticket(self._next_number, size, now, now + timeout, max_policy, recorder, remaining=size)
             self._tickets[ticket.number] = ticket
+            self._usual_size += (size - self._usual_size) / _USUAL_REQUESTS
             self._pending += size
             self.load.add_arrivals(now, size)
             self._queues[0].add(state, ActiveSamples(ticket.ids()), now)
-            self._condition.notify()
+            self._condition.notify(ceil(size / self._max_batch))
         ticket.future.add_done_callback(lambda future: self._forget(ticket) if future.cancelled() else None)
         return ticket
 
@@ -250,10 +259,10 @@ class Scheduler(Generic[State]):
         batch = self._queues[stage].take(self.backend, self._max_batch, find_live)
         for ticket in expired:
             ticket.resolve(DeadlineError("the request could not be answered before its deadline"))
+        self.load.update(now, self._pending)  # also if all of them were given up: the load is gone with them
         if batch is None:
             return None
         state, samples, oldest = batch
-        self.load.update(now, self._pending)
         # Batches are small: dicts are faster than `np.unique`, which takes as long as a stage needs for an image.
         numbers = split_ids(samples.ids)[0].tolist()
         tickets = {number: self._tickets[number] for number in numbers}
@@ -287,8 +296,7 @@ class Scheduler(Generic[State]):
         if self._on_batch is not None:
             probs = [exited.probs[rule.counted(exited)] for _, _, exited in results]
             exited_probs = np.concatenate(probs) if probs else np.zeros((0, self.backend.num_classes), np.float32)
-            non_finite = sum(int(exited.non_finite.sum()) for _, _, exited in results)
-            self._on_batch(BatchRecord(stage, len(samples), seconds, exited_probs, len(errors) + non_finite))
+            self._on_batch(BatchRecord(stage, len(samples), seconds, exited_probs, len(errors)))
 
     def _run_one_by_one(
         self, stage: int, state: State, samples: ActiveSamples, rule: MixedPolicies, errors: dict[int, str]

@@ -149,14 +149,28 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[bool]] = set()
+    stopping: list[asyncio.Task[None]] = []
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener]))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
 
     def stop(number: int) -> None:
         if service.draining:
             os._exit(128 + number)
         service.draining = True
         print("exitwise: answering what was accepted, then ending; a second signal ends at once", file=sys.stderr)
-        for server in servers:
+        for server in servers[1:]:
             server.should_exit = True
+        for listening in getattr(servers[0], "servers", []):
+            listening.close()
+        stopping.append(loop.create_task(stop_first()))
+
+    async def stop_first() -> None:
+        """Stop the first server when the others have ended: its lifespan ends the service that they need, too."""
+        if tasks[1:]:
+            await asyncio.wait(tasks[1:])
+        servers[0].should_exit = True
 
     def reload() -> None:
         task = loop.create_task(service.reload())
@@ -166,10 +180,6 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    tasks = [
-        asyncio.create_task(server.serve(sockets=[listener]))
-        for server, listener in zip(servers, listeners, strict=True)
-    ]
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
     gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds

@@ -19,6 +19,7 @@ from exitwise.core.predictions import Array
 from exitwise.policies.family import FamilyMember, PolicyFamily
 from exitwise.runtime.onnx import OnnxBackend, Session
 from exitwise.runtime.onnx import State as OnnxState
+from exitwise.serving.bodies import BodyMemory
 from exitwise.serving.errors import ClientDisconnectedError
 from exitwise.serving.load import LoadController
 from exitwise.serving.metrics import Metrics
@@ -32,6 +33,7 @@ _log = logging.getLogger("exitwise.serving")
 _NUM_DECODERS = 2  # threads that parse requests and decode images
 _WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
 _WAIT_SHARE = 0.4  # of the latency objective that a request may wait; the rest is for computing it
+_MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 
@@ -130,6 +132,7 @@ class Service:
         self.path, self.settings = Path(path), settings
         self.metrics = Metrics()
         self.bundle = LoadedBundle(self.path, settings, self.metrics)
+        self.body_memory = BodyMemory(_MAX_BODIES * settings.max_body)
         self.reloads = 0
         self.draining = False
         self._started = False
@@ -254,7 +257,9 @@ class Service:
         arrays = images.values() if isinstance(images, Mapping) else [images]
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
-        return await _wait(ticket, receive)
+        rows = await _wait(ticket, receive)
+        self.metrics.recent.set_policy(bundle.load.index)
+        return rows
 
     def update_metrics(self) -> None:
         """Record queue lengths and the policy in use."""
@@ -262,14 +267,15 @@ class Service:
         self.metrics.set_state(self.bundle.scheduler.queue_lengths, index, self.bundle.family[index])
 
 
+async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _wait(ticket: Ticket, receive: Callable[[], Awaitable[Any]]) -> ServedRows:
     """Wait for the answers of a ticket; cancel it if the client disconnects or this task is cancelled."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    answers, watcher = asyncio.wrap_future(ticket.future), asyncio.ensure_future(watch())
+    answers, watcher = asyncio.wrap_future(ticket.future), asyncio.ensure_future(wait_for_disconnect(receive))
     both: set[asyncio.Future[Any]] = {answers, watcher}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

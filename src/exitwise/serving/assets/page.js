@@ -56,7 +56,8 @@ byId("key-form").addEventListener("submit", (event) => {
 
 // The policy that a request with this budget gets, when the service is not loaded.
 function policyFor(budget) {
-  return policies().reduce((best, policy, i) => (policy.budget <= budget * (1 + 1e-9) ? i : best), 0);
+  const affordable = policies().reduce((best, policy, i) => (policy.budget <= budget * (1 + 1e-9) ? i : best), 0);
+  return Math.min(affordable, state.service.allowed[1]);
 }
 
 function select(policy, budget = policies()[policy].budget) {

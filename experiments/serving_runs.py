@@ -1,6 +1,6 @@
 """A service under thousands of requests: are all rows right, does memory stay flat, does nothing break it?
 
-usage: serving.py rows CIFAR100_DIR | cancelled CIFAR100_DIR | memory | malformed    [--count N] [--out DIR]
+usage: serving_runs.py rows CIFAR100_DIR | cancelled CIFAR100_DIR | memory | malformed    [--count N] [--out DIR]
 
 rows        1,000 requests of 1 to 64 images at once, with all policies of the family. Every row is compared with what a
             `Session` answers for this image alone at the policy of the answer.
