@@ -73,7 +73,9 @@ def measure(model: Path, parts: dict[str, Sentences], bundle: Path, epochs: int 
     """Attach exits, train heads, calibrate, evaluate at budgets, and compare a bundle with torch."""
     define_operators()
     torch.manual_seed(0)
-    net = ew.attach(f"hf:{model}", exits=EXITS, num_classes=len(CLASSES))
+    module = ew.models.build_named(f"hf:{model}", len(CLASSES)).module
+    example = {name: torch.ones(1, LENGTH, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    net = ew.attach(module, exits=EXITS, example_inputs=example)
     loaders = {name: DataLoader(sentences, batch_size=50) for name, sentences in parts.items()}
     ew.train_heads(net, loaders["train"], loaders["val"], epochs=epochs, train_last=True)
     trace = ew.collect(net, **loaders, classes=CLASSES)

@@ -32,13 +32,14 @@ from serving_cases import (
 )
 
 import exitwise as ew
+from exitwise.core.errors import InputError
 from exitwise.runtime.bundle import MANIFEST
 from exitwise.runtime.onnx import Session
+from exitwise.serving import ray as on_ray
 from exitwise.serving.settings import Settings
 
 pytest.importorskip("ray.serve", reason="needs pip install 'exitwise[serve,ray-serve]'", exc_type=ImportError)
 
-from exitwise.serving import ray as on_ray
 from exitwise.serving.ray_metrics import MetricsExporter
 
 KEY = "a-key-of-some-length"
@@ -243,6 +244,24 @@ def test_without_ray_it_is_one_line(exitwise: Command, bundle: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
     message = refused(exitwise, bundle, "--ray", "local")
     assert "pip install 'exitwise[serve,ray-serve]'" in message
+
+
+def test_a_signal_interrupts_only_calls_that_may_take_long() -> None:
+    with on_ray._Signals() as signals, pytest.raises(on_ray._InterruptedCall), signals.interrupting():
+        signal.raise_signal(signal.SIGTERM)
+    with on_ray._Signals() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        assert {signals.wait(), signals.wait()} == {signal.SIGHUP, signal.SIGTERM}
+
+
+def test_a_cluster_that_serves_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [{"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}]
+    monkeypatch.setattr("ray.util.list_named_actors", lambda all_namespaces: running)
+    with pytest.raises(InputError, match=r"already runs on the cluster at 10\.0\.0\.1:6379"):
+        on_ray._check_not_serving("10.0.0.1:6379")
+    running.clear()
+    on_ray._check_not_serving("10.0.0.1:6379")
 
 
 def test_the_builder_takes_numbers_and_text(bundle: Path, tmp_path: Path) -> None:

@@ -317,3 +317,61 @@ def test_a_bundle_reads_back_its_family(session: Session, tmp_path: Path) -> Non
     with pytest.raises(ew.InputError, match=r"`floor` must be at most 0\.8"):
         family.index_for_floor(0.9)
     assert family[3].policy.thresholds == (inf, inf, -inf)
+
+
+def make_scheduler(session: Session, clock: Clock, **options: Any) -> Scheduler[Any]:
+    """Return a scheduler with a real load controller, whose batches the test runs."""
+    family = session.manifest.family
+    assert family is not None
+    load = LoadController([member.cost for member in family], slo=0.05)
+    load.add_batch(family[len(family) - 1].cost, 0.01)
+    return Scheduler(OnnxBackend(session), family, load, clock=clock, **options)
+
+
+def test_a_load_whose_clients_go_away_is_over(session: Session) -> None:
+    clock = Clock()
+    scheduler = make_scheduler(session, clock)
+    highest = scheduler.load.index
+    tickets = []
+    for _ in range(40):
+        clock.now += 0.002
+        tickets.append(submit(scheduler, some_images(1)))
+    scheduler.run_next()
+    assert scheduler.load.index < highest
+    for ticket in tickets:
+        ticket.future.cancel()
+    while scheduler.run_next():
+        pass
+    clock.now += 60
+    assert scheduler.policy_in_use() == highest
+
+
+def test_a_refused_request_of_unknown_size_counts_as_a_usual_one(session: Session) -> None:
+    clock = Clock()
+    scheduler = make_scheduler(session, clock, max_queue=160)
+    for _ in range(20):
+        submit(scheduler, some_images(8))
+    rates = []
+    for size in (None, 1):
+        before = scheduler.load.arrival_rate(clock.now)
+        with pytest.raises(OverloadedError):
+            scheduler.check_capacity(size)
+        rates.append(scheduler.load.arrival_rate(clock.now) - before)
+    assert rates[0] == pytest.approx(5 * rates[1])  # the mean size moves from 1 towards 8
+
+
+def test_a_large_request_wakes_all_threads_that_it_needs(session: Session) -> None:
+    with running(session, gated=True, threads=3, max_batch=4) as scheduler:
+        at_once = threading.Barrier(4)
+        scheduler.backend.gate.wait = lambda _: at_once.wait(30)  # type: ignore[attr-defined, method-assign]
+        submit(scheduler, some_images(12), max_policy=0)
+        at_once.wait(30)  # three threads are here at the same time
+        scheduler.backend.gate.wait = lambda _: True  # type: ignore[attr-defined, method-assign]
+
+
+def test_an_image_that_is_not_finite_is_one_error(session: Session) -> None:
+    records: list[Any] = []
+    with running(session, on_batch=records.append) as scheduler:
+        ticket = submit(scheduler, np.full((1, *some_images(1).shape[1:]), np.nan, np.float32))
+        assert len(ticket.future.result(30).errors) == 1
+    assert sum(record.errors for record in records) == 1

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ _NAME = "exitwise"  # of the Ray Serve application and of its deployment
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 60.0  # of more or less load, until replicas are added or removed
 _LOOK_BACK_SECONDS = 15.0  # over which the load is averaged; Ray measures it every 10 seconds
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 2.0, 10.0  # seconds
+_CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # name of the actor that Ray Serve has on a cluster
 _CLUSTER_CHECK_SECONDS = 5.0
 _SURGE_PERCENT = 1  # rounded up: one more replica during an update, so that a former one ends when a new one is ready
 
@@ -216,21 +217,39 @@ def run(
     if warning := describe_exposure(address.host, api_keys is not None, address.tls_cert is not None):
         print(f"exitwise: warning: {warning}", file=sys.stderr)
     cpus = (scale.largest + 1) * settings.threads  # one more for updates
-    with ray_cluster(cluster, cpus), _signals() as received:
-        with _short_errors("start the service on Ray"):
-            serve.start(http_options=_http_options(address, settings), proxy_location="EveryNode")
-            serve.run(target, name=_NAME, route_prefix="/")
-        scheme = "http" if address.tls_cert is None else "https"
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        print(f"exitwise: serving on {scheme}://{host}:{address.port}", file=sys.stderr, flush=True)
-        while (number := received()) is None or number == signal.SIGHUP:
-            if number == signal.SIGHUP:
-                _reload(serve, bundle, settings, scale, api_keys)
-            elif cluster != LOCAL and not is_listening(cluster):
-                raise InputError(f"the Ray cluster at {cluster} has ended")
+    with ray_cluster(cluster, cpus), _Signals() as signals:
+        _check_not_serving(cluster)
+        try:
+            with _short_errors("start the service on Ray"), signals.interrupting():
+                serve.start(http_options=_http_options(address, settings), proxy_location="EveryNode")
+                serve.run(target, name=_NAME, route_prefix="/")
+            scheme = "http" if address.tls_cert is None else "https"
+            host = f"[{address.host}]" if ":" in address.host else address.host
+            print(f"exitwise: serving on {scheme}://{host}:{address.port}", file=sys.stderr, flush=True)
+            while (number := signals.wait()) is None or number == signal.SIGHUP:
+                if number == signal.SIGHUP:
+                    with signals.interrupting():
+                        _reload(serve, bundle, settings, scale, api_keys)
+                elif cluster != LOCAL and not is_listening(cluster):
+                    raise InputError(f"the Ray cluster at {cluster} has ended")
+        except _InterruptedCall:
+            pass
         print("exitwise: answering what was accepted, then ending; a second signal ends at once", file=sys.stderr)
         with _short_errors("end the service on Ray"):
             serve.delete(_NAME)  # waits for the replicas; a cluster of this machine ends with the block
+            if cluster != LOCAL:
+                serve.shutdown()
+
+
+def _check_not_serving(cluster: str) -> None:
+    """Raise InputError if Ray Serve runs on the cluster: it would keep its own address, without our TLS."""
+    from ray.util import list_named_actors
+
+    if any(actor["name"] == _CONTROLLER for actor in list_named_actors(all_namespaces=True)):
+        raise InputError(
+            f"Ray Serve already runs on the cluster at {cluster}, with its own address: end it with `serve shutdown`, "
+            "or add exitwise.serving.ray:app to it with `serve deploy`"
+        )
 
 
 def _http_options(address: Address, settings: Settings) -> dict[str, Any]:
@@ -284,29 +303,48 @@ def _short_errors(action: str) -> Iterator[None]:
         raise InputError(f"cannot {action}: {first_line(error)}") from None
 
 
-@contextmanager
-def _signals() -> Iterator[Callable[[], int | None]]:
-    """Yield a function that waits for the next signal, for some seconds; a second one to end does so at once."""
-    received: SimpleQueue[int] = SimpleQueue()
-    ending = False
+class _InterruptedCall(BaseException):
+    """A signal to end came during a call that may take long; no `except Exception` stops it."""
 
-    def note(number: int, _: Any) -> None:
-        nonlocal ending
-        if number != signal.SIGHUP:
-            if ending:
-                os._exit(128 + number)
-            ending = True
-        received.put(number)
 
-    def wait() -> int | None:
-        with suppress(Empty):
-            return received.get(timeout=_CLUSTER_CHECK_SECONDS)
-        return None
+class _Signals:
+    """Signals of the command while it is entered; a second one to end does so at once."""
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    former = [signal.signal(number, note) for number in numbers]
-    try:
-        yield wait
-    finally:
-        for number, handler in zip(numbers, former, strict=True):
+    _numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._received: SimpleQueue[int] = SimpleQueue()
+        self._ending = self._interrupts = False
+        self._former: list[Any] = []
+
+    def __enter__(self) -> "_Signals":
+        self._former = [signal.signal(number, self._note) for number in self._numbers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(self._numbers, self._former, strict=True):
             signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if number != signal.SIGHUP:
+            if self._ending:
+                os._exit(128 + number)
+            self._ending = True
+            if self._interrupts:
+                raise _InterruptedCall
+        self._received.put(number)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a signal to end interrupt the calls of the block."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
+    def wait(self) -> int | None:
+        """Wait for the next signal, for some seconds."""
+        with suppress(Empty):
+            return self._received.get(timeout=_CLUSTER_CHECK_SECONDS)
+        return None
