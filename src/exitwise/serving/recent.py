@@ -35,12 +35,14 @@ class RecentLoad:
 
     Example:
         >>> from exitwise.serving.recent import RecentLoad
-        >>> recent = RecentLoad(clock=lambda: 7.0)
+        >>> clock = [7.0]
+        >>> recent = RecentLoad(clock=lambda: clock[0])
         >>> for milliseconds in range(1, 101):
         ...     recent.add_answer(milliseconds / 1000)
+        >>> clock[0] = 8.0
         >>> now = recent.summarize(num_exits=2)["now"]
-        >>> round(now["requests_per_second"], 1), round(now["p50_ms"], -1), round(now["p99_ms"], -1)
-        (11.1, 50.0, 100.0)
+        >>> now["requests_per_second"], round(now["p50_ms"], -1), round(now["p99_ms"], -1)
+        (10.0, 50.0, 100.0)
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,15 +84,14 @@ class RecentLoad:
         return second
 
     def summarize(self, num_exits: int) -> dict[str, Any]:
-        """Return the series of the last `WINDOW` full seconds, the oldest first, and the values of the last `NOW`.
+        """Return the series of the last `WINDOW` full seconds, the oldest first, and the values of the last `NOW` of them.
 
         Latencies of seconds without an answer are None, and so is the policy of seconds before the first one.
         """
         with self._lock:
             now = floor(self._clock())
             seconds = [self._seconds.get(now - ago, _Second()) for ago in range(WINDOW, 0, -1)]
-            last = [*seconds[1 - NOW :], self._seconds.get(now, _Second())]
-            elapsed = NOW - 1 + self._clock() - now  # full seconds, and a part of the current one
+            last = seconds[-NOW:]
             latencies: Counter[int] = sum((second.latencies for second in last), Counter())
             policies = [self._seconds[key].policy for key in sorted(self._seconds) if key <= now - WINDOW]
             current = next((policy for policy in reversed(policies) if policy is not None), None)
@@ -107,8 +108,8 @@ class RecentLoad:
                 "exits": [[second.exits[exit] for exit in range(num_exits)] for second in seconds],
                 "now": {
                     "seconds": NOW,
-                    "requests_per_second": sum(second.requests for second in last) / elapsed,
-                    "rejected_per_second": sum(second.rejected for second in last) / elapsed,
+                    "requests_per_second": sum(second.requests for second in last) / NOW,
+                    "rejected_per_second": sum(second.rejected for second in last) / NOW,
                     "p50_ms": _quantile(latencies, 0.5),
                     "p99_ms": _quantile(latencies, 0.99),
                     "exit_shares": _shares([sum(second.exits[exit] for second in last) for exit in range(num_exits)]),
