@@ -272,6 +272,7 @@ def test_bad_names_are_one_line(
         ({"id2label": {0: "value"}, "label2id": {"value": 0}, "num_labels": 1}, "one output, as a regression has"),
         ({"architectures": ["ResNetModel"]}, "has no classifier"),
         ({"model_type": "vitdet"}, "is of type 'vitdet', which has no classifier"),
+        ({"model_type": "timm_wrapper", "architecture": "hf-hub:me/mine", "num_classes": 3}, "wraps a network of timm"),
     ],
 )
 def test_other_networks_of_transformers_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -336,6 +337,12 @@ def test_specs_of_files_cannot_load_code_or_allocate_at_will(tmp_path: Path) -> 
     config = {**spec["config"], **code}
     named = rebuild_named({**spec, "config": config})
     assert named.module.config._attn_implementation in ("eager", "sdpa")
+    timm = {"model_type": "timm_wrapper", "architecture": "resnet18", "num_labels": 3}
+    timm["model_args"] = {"checkpoint_path": "weights.pth"}
+    for wraps_timm in (timm, {**spec["config"], "vision_config": timm}):
+        for read in (rebuild_named, lambda wrapped: ew.models.check_named_size(wrapped, 1000)):
+            with pytest.raises(ew.InputError, match="wraps a network of timm"):
+                read({**spec, "config": wraps_timm})
     huge = {**spec, "config": {**spec["config"], "hidden_sizes": [10**5] * 4}}
     with pytest.raises(ew.InputError, match="weights, but the file only 1,000"):
         ew.models.check_named_size(huge, 1000)

@@ -29,6 +29,8 @@ PREFIX = "hf"
 _TOKENS = 16  # length of the example for a network on text
 # Entries of a configuration that would name code or kernels to load.
 _NOT_DATA = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "custom_pipelines")
+# Types whose configuration can make timm open any file or address.
+_TIMM_TYPES = ("timm_wrapper", "timm_backbone")
 
 
 def build(name: str, num_classes: int | None, image_size: int | None, pretrained: bool) -> NamedModule:
@@ -114,6 +116,8 @@ def _kind(name: str, config: Any) -> str:
     """Return the Auto class of a classifier's configuration; raise `InputError` for any other network."""
     from transformers.models.auto import modeling_auto as auto
 
+    if _uses_timm(config.to_dict()):
+        raise InputError(f"{name} wraps a network of timm, which exitwise builds only by its own name: give timm:NAME")
     architecture = next(iter(config.architectures or ()), "")
     wrong = (auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES, auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
     if any(architecture in names.values() for names in wrong):
@@ -127,6 +131,13 @@ def _kind(name: str, config: Any) -> str:
         if config.model_type in names:
             return kind
     raise InputError(f"{name} is of type {config.model_type!r}, which has no classifier of images or texts")
+
+
+def _uses_timm(config: Any) -> bool:
+    """Return whether a configuration, or one inside it, is of a network that timm builds."""
+    if isinstance(config, Mapping):
+        return config.get("model_type") in _TIMM_TYPES or any(map(_uses_timm, config.values()))
+    return isinstance(config, list | tuple) and any(map(_uses_timm, config))
 
 
 def _check_complete(name: str, missing: Iterable[str], prefix: str | None) -> None:
