@@ -27,6 +27,7 @@ from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.attach.tracing import trace_module
 from exitwise.models.named.build import PRETRAINED, build_named
 from exitwise.models.named.module import NamedModule
+from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
@@ -131,6 +132,8 @@ def attach_named(
     if isinstance(head, str):
         net.spec = {**named.spec, "attach": {"at": list(net.cuts), "head": head}}
     net.preprocessing, net.input_shape, net.revision = named.preprocessing, named.input_shape, named.revision
+    if named.sha256 is not None and named.sha256 == hash_weights(named.module):  # not trained since
+        net.base_sha256 = hash_weights(net.stages)
     return net
 
 

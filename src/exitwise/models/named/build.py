@@ -12,6 +12,7 @@ from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.models.named import timm_models, torchvision_models, transformers_models
 from exitwise.models.named.module import NamedModule, check_forward, move_to_default_device
+from exitwise.models.named.weight_hash import hash_weights
 
 LIBRARIES: Mapping[str, ModuleType] = {
     library.PREFIX: library for library in (timm_models, torchvision_models, transformers_models)
@@ -68,7 +69,7 @@ def build_named(
 
         load_module_weights(named.module, weights)
     check_forward(name, named.module, named.example)
-    return named
+    return named if weights is None else replace(named, sha256=hash_weights(named.module))
 
 
 def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:

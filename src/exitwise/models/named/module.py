@@ -27,6 +27,7 @@ class NamedModule:
         example: Inputs for two samples: a tensor, or a dict of tensors.
         classes: Names of the classes, if the library knows them.
         revision: Revision of the pretrained weights, if the library knows it.
+        sha256: Hash of all weights as they were loaded; None for random ones.
 
     Example:
         >>> import exitwise as ew
@@ -45,6 +46,7 @@ class NamedModule:
     example: Any
     classes: tuple[str, ...] | None = None
     revision: str | None = None
+    sha256: str | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
@@ -102,6 +104,11 @@ def check_num_classes(name: str, num_classes: int | None, own: int) -> int:
         kind = "no classifier (num_classes=0)" if own <= 0 else "one output, as a regression has"
         raise InputError(f"{name} has {kind}: give `num_classes`, and train the new last layer")
     return own if num_classes is None else num_classes
+
+
+def differs_only_in_classes(given: Tensor, expected: Tensor, num_classes: int) -> bool:
+    """Return whether weights are those of a last layer (num_classes, ...) for another number of classes."""
+    return given.shape != expected.shape and [num_classes, *given.shape[1:]] == list(expected.shape)
 
 
 def example_images(preprocessing: Preprocessing) -> Tensor:
