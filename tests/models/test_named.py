@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 from argparse import Namespace
 from pathlib import Path
@@ -227,6 +228,69 @@ def test_objects_in_a_checkpoint_are_not_made(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ew.InputError, match=r"evil.pth must be a complete file that holds only tensors"):
         ew.models.build_named("timm:resnet10t", 3, "evil.pth")
     assert not Path("executed").exists()
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The weights that torchvision offers, in the place of a download."""
+    from torchvision.models import WeightsEnum
+
+    state: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
+    return state
+
+
+@pytest.mark.slow
+def test_weights_of_densenets_have_keys_of_former_versions(offered: dict[str, torch.Tensor]) -> None:
+    module = ew.models.build_named("torchvision:densenet121", weights=None).module
+    for key, value in module.state_dict().items():
+        if not key.endswith("num_batches_tracked"):
+            offered[re.sub(r"(denselayer\d+\.(?:norm|conv))(\d)", r"\1.\2", key)] = value
+    assert "features.denseblock1.denselayer1.norm.1.weight" in offered
+    own = ew.models.build_named("torchvision:densenet121")
+    assert torch.equal(own.module(own.example), module(own.example))
+    other = ew.models.build_named("torchvision:densenet121", 7)
+    assert torch.equal(other.module.features(own.example), module.features(own.example))
+    del offered["features.conv0.weight"]
+    with pytest.raises(ew.InputError, match="could not be loaded"):
+        ew.models.build_named("torchvision:densenet121", 7)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_inception_networks_normalize_their_images_again(name: str) -> None:
+    """torchvision's own builder with weights does so."""
+    import torchvision
+
+    named = ew.models.build_named(f"torchvision:{name}", 3, weights=None, image_size=128)
+    own = torchvision.models.get_model(name, weights=None, num_classes=3, transform_input=True).eval()
+    own.load_state_dict(named.module.state_dict())
+    assert torch.equal(named.module(named.example), own(named.example))
+    assert rebuild_named(named.spec).module.transform_input
+
+
+def test_vision_transformers_are_built_for_the_size_of_their_images(
+    offered: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.models import VisionTransformer, ViT_B_16_Weights
+    from torchvision.models.vision_transformer import interpolate_embeddings
+
+    def small(*_: Any, num_classes: int, image_size: int, **__: Any) -> VisionTransformer:
+        return VisionTransformer(image_size, 16, 2, 2, 16, 16, num_classes=num_classes)
+
+    monkeypatch.setattr("torchvision.models.get_model", small)
+    torch.manual_seed(0)
+    offered.update(small(num_classes=1000, image_size=224).state_dict())
+    for size in (None, 64):
+        named = ew.models.build_named("torchvision:vit_b_16", 5, image_size=size)
+        given, expected = named.module.state_dict(), interpolate_embeddings(size or 224, 16, dict(offered))
+        assert [key for key in given if not torch.equal(given[key], expected[key])] == [
+            "heads.head.weight",
+            "heads.head.bias",
+        ]
+    linear = ViT_B_16_Weights.IMAGENET1K_SWAG_E2E_V1
+    monkeypatch.setattr("torchvision.models.get_model_weights", lambda _: Namespace(DEFAULT=linear))
+    assert ew.models.build_named("torchvision:vit_b_16", weights=None).module.image_size == 384
 
 
 # -- bad input: one line, before any time is spent
