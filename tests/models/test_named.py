@@ -382,6 +382,66 @@ def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
         ew.models.build_named(f"hf:{tmp_path}", 5)
 
 
+def test_only_the_last_layer_may_have_another_shape(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_resnet(tmp_path)
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    key = next(key for key in state if key.startswith("resnet.embedder") and state[key].dim() == 4)
+    save_file({**state, key: state[key][:3].clone()}, file, {"format": "pt"})
+    with pytest.raises(ew.InputError, match=r"do not fit its configuration: 'resnet\.embedder.* has shape \(3, "):
+        ew.models.build_named(f"hf:{tmp_path}", 5)
+
+
+def test_an_existing_folder_may_have_an_at_in_its_name(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_resnet(tmp_path / "net@mine")
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path / "net@mine")
+    assert ew.models.build_named(f"hf:{tmp_path}/net@mine").num_classes == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"architectures": 3},
+        {"architectures": [3]},
+        {"problem_type": {}},
+        {"hidden_sizes": None},
+        {"depths": "abc"},
+        {"id2label": 3},
+        {"num_labels": 10**12},
+        {"model_type": ["resnet"]},
+        {"model_type": None},
+    ],
+)
+def test_damaged_configurations_in_specs_are_one_line(damage: dict[str, Any]) -> None:
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16] * 4, depths=[1] * 4).to_dict()
+    spec = {"module": "hf:me/mine", "config": {**config, **damage}}
+    with pytest.raises(ew.InputError) as error:
+        rebuild_named(spec)
+        pytest.fail(str(damage))
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_of_specs_are_bounded_and_described_without_memory() -> None:
+    spec = {"module": "timm:test_resnet", "num_classes": 3, "image_size": 4096}
+    with torch.device("meta"):
+        assert rebuild_named(spec).example.is_meta
+    look = ew.Preprocessing(30_000, (0.5,), (0.5,)).to_dict()
+    own = {"model_type": "resnet", "hidden_sizes": [16] * 4, "depths": [1] * 4, "embedding_size": 16}
+    for wrong in (
+        {**spec, "image_size": 4097},
+        {"module": "hf:me/mine", "config": own, "preprocessing": look},
+    ):
+        with pytest.raises(ew.InputError, match="`image_size` must be a whole number from 1 to 4,?096"):
+            ew.models.check_named_size(wrong, 10**8)
+
+
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -11,7 +11,7 @@ import torch
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.models.named import timm_models, torchvision_models, transformers_models
-from exitwise.models.named.module import NamedModule, check_forward, move_to_default_device
+from exitwise.models.named.module import MAX_IMAGE_SIZE, NamedModule, check_forward, move_to_default_device
 from exitwise.models.named.weight_hash import hash_weights
 
 LIBRARIES: Mapping[str, ModuleType] = {
@@ -62,7 +62,7 @@ def build_named(
     if num_classes is not None:
         check_integer("num_classes", num_classes, 2, 10**6)
     if image_size is not None:
-        check_integer("image_size", image_size, 1, 1 << 15)
+        check_integer("image_size", image_size, 1, MAX_IMAGE_SIZE)
     named: NamedModule = library.build(own_name, num_classes, image_size, weights == PRETRAINED)
     if weights is not None and weights != PRETRAINED:
         from exitwise.models.weights import load_module_weights
@@ -88,7 +88,7 @@ def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
         named = transformers_models.rebuild(spec)
     else:
         size = spec.get("image_size")
-        size = None if size is None else check_integer("image_size", size, 1, 1 << 15)
+        size = None if size is None else check_integer("image_size", size, 1, MAX_IMAGE_SIZE)
         classes = check_integer("num_classes", spec.get("num_classes"), 2, 10**6)
         named = library.build(own_name, classes, size, False)
     return replace(named, example=move_to_default_device(named.example))
@@ -111,11 +111,8 @@ def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
         >>> spec = {"module": "timm:resnet18", "num_classes": 10, "attach": {"at": ["layer2"], "head": "mlp"}}
         >>> ew.models.check_named_size(spec, 12_000_000)  # doctest: +SKIP
     """
-    try:
-        with torch.device("meta"):
-            named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
-    except (NotImplementedError, RuntimeError):  # a network of timm that computes numbers while it is built
-        return
+    with torch.device("meta"):
+        named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
     count = sum(tensor.numel() for tensor in named.module.state_dict().values())
     if count > 2 * num_values + _MAX_SMALL:
         raise InputError(f"its network {named.name} has {count:,} weights, but the file only {num_values:,}")

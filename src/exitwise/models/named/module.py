@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
+
+
+MAX_IMAGE_SIZE = 4096  # of images in a spec, which may come from a file
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +116,10 @@ def differs_only_in_classes(given: Tensor, expected: Tensor, num_classes: int) -
 
 
 def example_images(preprocessing: Preprocessing) -> Tensor:
-    """Return two random images (2, channels, size, size), normalized."""
+    """Return two random images (2, channels, size, size), normalized; without values while a net is only described."""
+    check_integer("image_size", preprocessing.size, 1, MAX_IMAGE_SIZE)
+    if torch.get_default_device().type == "meta":
+        return torch.empty(2, *preprocessing.shape)
     images = torch.rand(2, *preprocessing.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return preprocessing.normalize(255 * images)
 
