@@ -424,7 +424,6 @@ def test_damaged_configurations_in_specs_are_one_line(damage: dict[str, Any]) ->
     spec = {"module": "hf:me/mine", "config": {**config, **damage}}
     with pytest.raises(ew.InputError) as error:
         rebuild_named(spec)
-        pytest.fail(str(damage))
     assert "\n" not in str(error.value)
 
 
@@ -438,7 +437,7 @@ def test_sizes_of_specs_are_bounded_and_described_without_memory() -> None:
         {**spec, "image_size": 4097},
         {"module": "hf:me/mine", "config": own, "preprocessing": look},
     ):
-        with pytest.raises(ew.InputError, match="`image_size` must be a whole number from 1 to 4,?096"):
+        with pytest.raises(ew.InputError, match="`image_size` must be a whole number from 1 to 4096"):
             ew.models.check_named_size(wrong, 10**8)
 
 
@@ -514,3 +513,20 @@ def test_an_image_of_the_size_of_the_net_is_taken_as_it_is() -> None:
     look = ew.Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.2, "bicubic")
     pixels = decode_image(buffer.getvalue(), look, 10**6)
     assert np.array_equal(pixels.transpose(1, 2, 0), np.asarray(photo(32, 32)))
+
+
+def test_arguments_of_attach_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    module = ew.models.resnet("cifar100-resnet8").eval()
+    named = ew.models.NamedModule("timm:mine", module, 100, {}, None, torch.zeros(2, 3, 32, 32))
+    x = torch.zeros(1, 3, 32, 32)
+    given: list[tuple[Any, dict[str, Any], str]] = [
+        (module, {"weights": tmp_path / "none.pth"}, "`weights` is for a network by its name"),
+        (module, {"weights": None}, "`weights` is for a network by its name"),
+        (named, {"weights": None}, "of a NamedModule are set by build_named"),
+        (named, {"num_classes": 3}, "of a NamedModule are set by build_named"),
+        (named, {"example_inputs": x}, "of a NamedModule are set by build_named"),
+        ("timm:resnet18", {"example_inputs": x}, "`example_inputs` is for modules"),
+    ]
+    for what, arguments, message in given:
+        with pytest.raises(ew.InputError, match=message):
+            ew.attach(what, exits=2, **arguments)

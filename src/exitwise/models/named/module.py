@@ -14,7 +14,6 @@ from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
 
-
 MAX_IMAGE_SIZE = 4096  # of images in a spec, which may come from a file
 
 
