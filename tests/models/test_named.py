@@ -441,6 +441,19 @@ def test_sizes_of_specs_are_bounded_and_described_without_memory() -> None:
             ew.models.check_named_size(wrong, 10**8)
 
 
+def test_a_network_that_computes_numbers_while_it_is_built_has_its_size_checked() -> None:
+    spec = {"module": "torchvision:regnet_y_400mf", "num_classes": 10}
+    with pytest.raises(ew.InputError, match="has 3,[0-9]{3},[0-9]{3} weights, but the file only 1,000"):
+        ew.models.check_named_size({**spec, "num_classes": 3}, 1000)
+    weights = sum(
+        x.numel()
+        for x in ew.models.build_named("torchvision:regnet_y_400mf", 10, weights=None).module.state_dict().values()
+    )
+    ew.models.check_named_size(spec, weights)
+    with pytest.raises(ew.InputError, match="weights, but the file only"):
+        ew.models.check_named_size({**spec, "num_classes": 10**6}, weights)
+
+
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

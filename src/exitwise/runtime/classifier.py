@@ -214,7 +214,7 @@ class Classifier(nn.Module):
         tensors, calibration_metadata = self.calibration.to_tensors()
         tensors = {f"calibration.{key}": value for key, value in tensors.items()}
         tensors |= {f"net.{key}": value for key, value in self.net.state_dict().items()}
-        metadata = {
+        metadata: dict[str, Any] = {
             "model": self.net.spec,
             "calibration": calibration_metadata,
             "policy": self.policy.to_dict(),

@@ -97,7 +97,7 @@ def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
 def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
     """Raise `InputError` if the network of a spec has far more weights than the file that names it.
 
-    The spec of a damaged or hostile file can ask for any size: nothing is allocated here.
+    The spec of a damaged or hostile file can ask for any size: nothing of that size is allocated here.
 
     Args:
         spec: The spec, perhaps with an entry `attach`.
@@ -111,9 +111,19 @@ def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
         >>> spec = {"module": "timm:resnet18", "num_classes": 10, "attach": {"at": ["layer2"], "head": "mlp"}}
         >>> ew.models.check_named_size(spec, 12_000_000)  # doctest: +SKIP
     """
-    with torch.device("meta"):
-        named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
-    count = sum(tensor.numel() for tensor in named.module.state_dict().values())
+    base, more_rows = {name: value for name, value in spec.items() if name != "attach"}, 0
+    try:
+        with torch.device("meta"):
+            named = rebuild_named(base)
+    except InputError:
+        if "num_classes" not in base:
+            raise
+        # Perhaps a network that computes numbers while it is built: its library bounds all but the number of classes.
+        named = rebuild_named({**base, "num_classes": 2})
+        more_rows = check_integer("num_classes", base["num_classes"], 2, 10**6) - 2
+    tensors = named.module.state_dict().values()
+    count = sum(tensor.numel() for tensor in tensors)
+    count += more_rows * sum(tensor[0].numel() for tensor in tensors if tensor.shape[:1] == (2,))
     if count > 2 * num_values + _MAX_SMALL:
         raise InputError(f"its network {named.name} has {count:,} weights, but the file only {num_values:,}")
 
