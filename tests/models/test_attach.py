@@ -656,7 +656,7 @@ LOOKS = Net(lambda m, x: m.fc(m.encoder(m.a(x), mask=torch.zeros(9, 9))[:, 0]), 
 DROPPING = Net(encoding, **{**ENCODING, "encoder": DROPS}).eval()
 FIVE, NARROW = (ew.Head(nn.Identity(), nn.Linear(p, c)) for p, c in ((8, 5), (5, 4)))
 
-refused("`module` must be an nn.Module, but got int", 3, "a")
+refused("`module` must be an nn.Module, or the name of one, but got int", 3, "a")
 refused("`module` is in training mode: call module.eval", sequence().train(), "0")
 refused("there is no 'block.1'; did you mean 'blocks.1'", ViT().eval(), "block.1")
 refused("there is no ''", sequence(), "")

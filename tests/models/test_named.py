@@ -443,7 +443,7 @@ def test_sizes_of_specs_are_bounded_and_described_without_memory() -> None:
 
 def test_a_network_that_computes_numbers_while_it_is_built_has_its_size_checked() -> None:
     spec = {"module": "torchvision:regnet_y_400mf", "num_classes": 10}
-    with pytest.raises(ew.InputError, match="has 3,[0-9]{3},[0-9]{3} weights, but the file only 1,000"):
+    with pytest.raises(ew.InputError, match=r"has 3,[0-9]{3},[0-9]{3} weights, but the file only 1,000"):
         ew.models.check_named_size({**spec, "num_classes": 3}, 1000)
     weights = sum(
         x.numel()
