@@ -70,3 +70,16 @@ def test_a_spec_with_an_impossible_input_is_refused(shape: object) -> None:
     attached = {"at": ["stages.0.layer1"], "head": "conv", "input_shape": shape}
     with pytest.raises(ew.InputError, match="must hold `at`, `head` and at most `input_shape`"):
         ew.models.rebuild({"preset": "cifar100-resnet8", "attach": attached})
+
+
+@pytest.mark.parametrize("head", ["mlp", "linear"])
+def test_heads_for_images_of_another_size_come_back_from_a_file(head: str, tmp_path: Path) -> None:
+    module, x = ew.models.resnet("cifar100-resnet8").eval(), torch.rand(2, 3, 48, 48)
+    net = ew.attach(module, ["stages.0.layer1", "stages.0.layer2"], head=head, example_inputs=x)
+    ew.save_checkpoint(net, tmp_path / "net.safetensors")
+    again = ew.load_net(tmp_path / "net.safetensors")
+    assert again.spec == net.spec
+    for expected, given in zip(net(x), again(x), strict=True):
+        assert torch.equal(given, expected)
+    own = ew.attach(module, ["stages.0.layer1"], head=head, example_inputs=x[..., :32, :32])
+    assert own.spec == {"preset": "cifar100-resnet8", "attach": {"at": ["stages.0.layer1"], "head": head}}

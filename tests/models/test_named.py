@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 from argparse import Namespace
 from pathlib import Path
@@ -229,6 +230,69 @@ def test_objects_in_a_checkpoint_are_not_made(tmp_path: Path, monkeypatch: pytes
     assert not Path("executed").exists()
 
 
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The weights that torchvision offers, in the place of a download."""
+    from torchvision.models import WeightsEnum
+
+    state: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(state))
+    return state
+
+
+@pytest.mark.slow
+def test_weights_of_densenets_have_keys_of_former_versions(offered: dict[str, torch.Tensor]) -> None:
+    module = ew.models.build_named("torchvision:densenet121", weights=None).module
+    for key, value in module.state_dict().items():
+        if not key.endswith("num_batches_tracked"):
+            offered[re.sub(r"(denselayer\d+\.(?:norm|conv))(\d)", r"\1.\2", key)] = value
+    assert "features.denseblock1.denselayer1.norm.1.weight" in offered
+    own = ew.models.build_named("torchvision:densenet121")
+    assert torch.equal(own.module(own.example), module(own.example))
+    other = ew.models.build_named("torchvision:densenet121", 7)
+    assert torch.equal(other.module.features(own.example), module.features(own.example))
+    del offered["features.conv0.weight"]
+    with pytest.raises(ew.InputError, match="could not be loaded"):
+        ew.models.build_named("torchvision:densenet121", 7)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_inception_networks_normalize_their_images_again(name: str) -> None:
+    """torchvision's own builder with weights does so."""
+    import torchvision
+
+    named = ew.models.build_named(f"torchvision:{name}", 3, weights=None, image_size=128)
+    own = torchvision.models.get_model(name, weights=None, num_classes=3, transform_input=True).eval()
+    own.load_state_dict(named.module.state_dict())
+    assert torch.equal(named.module(named.example), own(named.example))
+    assert rebuild_named(named.spec).module.transform_input
+
+
+def test_vision_transformers_are_built_for_the_size_of_their_images(
+    offered: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.models import VisionTransformer, ViT_B_16_Weights
+    from torchvision.models.vision_transformer import interpolate_embeddings
+
+    def small(*_: Any, num_classes: int, image_size: int, **__: Any) -> VisionTransformer:
+        return VisionTransformer(image_size, 16, 2, 2, 16, 16, num_classes=num_classes)
+
+    monkeypatch.setattr("torchvision.models.get_model", small)
+    torch.manual_seed(0)
+    offered.update(small(num_classes=1000, image_size=224).state_dict())
+    for size in (None, 64):
+        named = ew.models.build_named("torchvision:vit_b_16", 5, image_size=size)
+        given, expected = named.module.state_dict(), interpolate_embeddings(size or 224, 16, dict(offered))
+        assert [key for key in given if not torch.equal(given[key], expected[key])] == [
+            "heads.head.weight",
+            "heads.head.bias",
+        ]
+    linear = ViT_B_16_Weights.IMAGENET1K_SWAG_E2E_V1
+    monkeypatch.setattr("torchvision.models.get_model_weights", lambda _: Namespace(DEFAULT=linear))
+    assert ew.models.build_named("torchvision:vit_b_16", weights=None).module.image_size == 384
+
+
 # -- bad input: one line, before any time is spent
 
 
@@ -272,6 +336,7 @@ def test_bad_names_are_one_line(
         ({"id2label": {0: "value"}, "label2id": {"value": 0}, "num_labels": 1}, "one output, as a regression has"),
         ({"architectures": ["ResNetModel"]}, "has no classifier"),
         ({"model_type": "vitdet"}, "is of type 'vitdet', which has no classifier"),
+        ({"model_type": "timm_wrapper", "architecture": "hf-hub:me/mine", "num_classes": 3}, "wraps a network of timm"),
     ],
 )
 def test_other_networks_of_transformers_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -317,6 +382,78 @@ def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
         ew.models.build_named(f"hf:{tmp_path}", 5)
 
 
+def test_only_the_last_layer_may_have_another_shape(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_resnet(tmp_path)
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    key = next(key for key in state if key.startswith("resnet.embedder") and state[key].dim() == 4)
+    save_file({**state, key: state[key][:3].clone()}, file, {"format": "pt"})
+    with pytest.raises(ew.InputError, match=r"do not fit its configuration: 'resnet\.embedder.* has shape \(3, "):
+        ew.models.build_named(f"hf:{tmp_path}", 5)
+
+
+def test_an_existing_folder_may_have_an_at_in_its_name(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_resnet(tmp_path / "net@mine")
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path / "net@mine")
+    assert ew.models.build_named(f"hf:{tmp_path}/net@mine").num_classes == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"architectures": 3},
+        {"architectures": [3]},
+        {"problem_type": {}},
+        {"hidden_sizes": None},
+        {"depths": "abc"},
+        {"id2label": 3},
+        {"num_labels": 10**12},
+        {"model_type": ["resnet"]},
+        {"model_type": None},
+    ],
+)
+def test_damaged_configurations_in_specs_are_one_line(damage: dict[str, Any]) -> None:
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16] * 4, depths=[1] * 4).to_dict()
+    spec = {"module": "hf:me/mine", "config": {**config, **damage}}
+    with pytest.raises(ew.InputError) as error:
+        rebuild_named(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_of_specs_are_bounded_and_described_without_memory() -> None:
+    spec = {"module": "timm:test_resnet", "num_classes": 3, "image_size": 4096}
+    with torch.device("meta"):
+        assert rebuild_named(spec).example.is_meta
+    look = ew.Preprocessing(30_000, (0.5,), (0.5,)).to_dict()
+    own = {"model_type": "resnet", "hidden_sizes": [16] * 4, "depths": [1] * 4, "embedding_size": 16}
+    for wrong in (
+        {**spec, "image_size": 4097},
+        {"module": "hf:me/mine", "config": own, "preprocessing": look},
+    ):
+        with pytest.raises(ew.InputError, match="`image_size` must be a whole number from 1 to 4096"):
+            ew.models.check_named_size(wrong, 10**8)
+
+
+def test_a_network_that_computes_numbers_while_it_is_built_has_its_size_checked() -> None:
+    spec = {"module": "torchvision:regnet_y_400mf", "num_classes": 10}
+    with pytest.raises(ew.InputError, match=r"has 3,[0-9]{3},[0-9]{3} weights, but the file only 1,000"):
+        ew.models.check_named_size({**spec, "num_classes": 3}, 1000)
+    weights = sum(
+        x.numel()
+        for x in ew.models.build_named("torchvision:regnet_y_400mf", 10, weights=None).module.state_dict().values()
+    )
+    ew.models.check_named_size(spec, weights)
+    with pytest.raises(ew.InputError, match="weights, but the file only"):
+        ew.models.check_named_size({**spec, "num_classes": 10**6}, weights)
+
+
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -336,6 +473,12 @@ def test_specs_of_files_cannot_load_code_or_allocate_at_will(tmp_path: Path) -> 
     config = {**spec["config"], **code}
     named = rebuild_named({**spec, "config": config})
     assert named.module.config._attn_implementation in ("eager", "sdpa")
+    timm = {"model_type": "timm_wrapper", "architecture": "resnet18", "num_labels": 3}
+    timm["model_args"] = {"checkpoint_path": "weights.pth"}
+    for wraps_timm in (timm, {**spec["config"], "vision_config": timm}):
+        for read in (rebuild_named, lambda wrapped: ew.models.check_named_size(wrapped, 1000)):
+            with pytest.raises(ew.InputError, match="wraps a network of timm"):
+                read({**spec, "config": wraps_timm})
     huge = {**spec, "config": {**spec["config"], "hidden_sizes": [10**5] * 4}}
     with pytest.raises(ew.InputError, match="weights, but the file only 1,000"):
         ew.models.check_named_size(huge, 1000)
@@ -383,3 +526,20 @@ def test_an_image_of_the_size_of_the_net_is_taken_as_it_is() -> None:
     look = ew.Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.2, "bicubic")
     pixels = decode_image(buffer.getvalue(), look, 10**6)
     assert np.array_equal(pixels.transpose(1, 2, 0), np.asarray(photo(32, 32)))
+
+
+def test_arguments_of_attach_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    module = ew.models.resnet("cifar100-resnet8").eval()
+    named = ew.models.NamedModule("timm:mine", module, 100, {}, None, torch.zeros(2, 3, 32, 32))
+    x = torch.zeros(1, 3, 32, 32)
+    given: list[tuple[Any, dict[str, Any], str]] = [
+        (module, {"weights": tmp_path / "none.pth"}, "`weights` is for a network by its name"),
+        (module, {"weights": None}, "`weights` is for a network by its name"),
+        (named, {"weights": None}, "of a NamedModule are set by build_named"),
+        (named, {"num_classes": 3}, "of a NamedModule are set by build_named"),
+        (named, {"example_inputs": x}, "of a NamedModule are set by build_named"),
+        ("timm:resnet18", {"example_inputs": x}, "`example_inputs` is for modules"),
+    ]
+    for what, arguments, message in given:
+        with pytest.raises(ew.InputError, match=message):
+            ew.attach(what, exits=2, **arguments)

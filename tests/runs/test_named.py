@@ -1,6 +1,7 @@
 """Networks by name in runs: their classes, and the preprocessing that the run keeps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ import exitwise as ew
 from exitwise.core.image_files import load_image
 from exitwise.models.named.module import NamedModule
 from exitwise.runs.data import load_splits, run_preprocessing
-from exitwise.runs.named import attach_to_named
-from exitwise.runs.options import AttachOptions
+from exitwise.runs.named import attach_to_named, build_named_for
+from exitwise.runs.options import AttachOptions, DataOptions
 from exitwise.runs.run import Run
 
 LOOK = ew.Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.25, "bicubic", True)
@@ -59,6 +60,25 @@ def test_the_last_exit_has_the_order_of_the_folders(names: Any, rows: list[int],
     net = attach_to_named(named, AttachOptions(attach="1"), splits, train_last=False, seed=0)
     torch.testing.assert_close(net(x)[-1], expected)
     assert net.spec == {**named.spec, "attach": {"at": ["1"], "head": "mlp"}}
+
+
+def test_cuts_are_compared_in_the_order_of_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, _ = ew.data.load(f"folder:{photos(tmp_path / 'photos')}", size=32)
+    named = replace(named_module(("Cedar", "ash", "birch")), sha256="of the weights before")
+    x = torch.rand(4, *LOOK.shape)
+    expected = named.module(x)[:, [1, 2, 0]]
+
+    def compare(module: nn.Module, *_: Any, **__: Any) -> Any:
+        torch.testing.assert_close(module(x), expected)
+        return SimpleNamespace(names=("1",))
+
+    monkeypatch.setattr("exitwise.runs.named.best_cuts", compare)
+    splits: Any = SimpleNamespace(train=images, val=images)
+    net = attach_to_named(named, AttachOptions(attach="best"), splits, train_last=False, seed=0)
+    torch.testing.assert_close(net(x)[-1], expected)
+    assert net.base_sha256 is not None
+    with pytest.raises(ew.InputError, match="--last trains it: give auto or names"):
+        build_named_for("timm:small", DataOptions("digits"), AttachOptions(attach="best"), True, 0)
 
 
 def test_a_run_keeps_the_preprocessing_of_its_network(tmp_path: Path, monkeypatch: Any, exitwise: Command) -> None:

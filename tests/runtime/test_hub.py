@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import exitwise as ew
-from exitwise.runtime.hub import hash_base
+from exitwise.models.named.weight_hash import hash_weights
 
 define_operators()
 pytest.importorskip("timm")
@@ -104,8 +104,8 @@ def test_the_hash_of_a_base_sees_names_shapes_and_values() -> None:
 
     layer = torch.nn.Linear(2, 2)
     same, changed = net(layer), net(torch.nn.Linear(2, 2))
-    assert hash_base(same) == hash_base(net(layer))  # whatever the heads are
-    assert len({hash_base(same), hash_base(changed), hash_base(net(torch.nn.Identity(), layer))}) == 3
+    assert hash_weights(same.stages) == hash_weights(net(layer).stages)  # whatever the heads are
+    assert len({hash_weights(x.stages) for x in (same, changed, net(torch.nn.Identity(), layer))}) == 3
 
 
 def test_the_card_shows_what_was_measured(shared: Path) -> None:
@@ -155,6 +155,62 @@ def test_nets_without_a_name_are_saved_as_a_whole(tmp_path: Path, shared: Path) 
         ew.Classifier.from_pretrained(tmp_path / "own")
     net = ew.Classifier.load(shared / "classifier.safetensors").net
     check_equal(ew.Classifier.from_pretrained(tmp_path / "own", net=net), shared)
+
+
+def test_a_base_that_was_trained_since_is_saved_as_a_whole(shared: Path, tmp_path: Path) -> None:
+    classifier = ew.Classifier.load(shared / "classifier.safetensors")
+    classifier.save_pretrained(tmp_path / "same")
+    assert (tmp_path / "same" / "adapter.safetensors").exists()
+    with torch.no_grad():
+        next(classifier.net.stages.parameters()).add_(0.1)
+    with pytest.raises(ew.InputError, match="its stages are random or were trained since"):
+        classifier.save_pretrained(tmp_path / "trained", whole=False)
+    assert not (tmp_path / "trained").exists()
+    classifier.save_pretrained(tmp_path / "trained")
+    again = ew.Classifier.from_pretrained(tmp_path / "trained")
+    images = next(iter(loader()))[0]
+    assert torch.equal(classifier(images).probs, again(images).probs)
+
+
+def test_the_hash_of_the_base_is_that_of_loaded_weights(shared: Path, tmp_path: Path) -> None:
+    named = ew.models.build_named(NAME, 3, shared / "base.safetensors", 32)
+    net = ew.attach(named, exits=3, head="linear")
+    assert net.base_sha256 == hash_weights(net.stages)
+    ew.save_checkpoint(net, tmp_path / "net.safetensors")
+    assert ew.load_net(tmp_path / "net.safetensors").base_sha256 == net.base_sha256
+    random = ew.models.build_named(NAME, 3, None, 32)
+    assert ew.attach(random, exits=3, head="linear").base_sha256 is None
+    with torch.no_grad():
+        next(named.module.parameters()).add_(0.1)
+    assert ew.attach(named, exits=3, head="linear").base_sha256 is None
+
+
+def test_a_failing_save_leaves_the_folder_as_it_was(shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def contents() -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    classifier, folder = ew.Classifier.load(shared / "classifier.safetensors"), tmp_path / "saved"
+    classifier.save_pretrained(folder)
+    (folder / "README.md").write_text("mine")
+    (folder / "bundle").mkdir()
+    (folder / "bundle" / "old.onnx").write_text("old")
+    before = contents()
+    with monkeypatch.context() as patch:
+        patch.setattr("exitwise.runtime.hub.write_card", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            classifier.save_pretrained(folder, whole=True)
+    assert contents() == before
+    assert list(tmp_path.iterdir()) == [folder]
+    classifier.save_pretrained(folder, whole=True)
+    assert set(contents()) == {"README.md", "classifier.safetensors", "config.json"}
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_the_base_may_have_another_number_of_classes(shared: Path, tmp_path: Path) -> None:
+    state = load_file(shared / "base.safetensors")
+    last = {"fc.weight": torch.zeros(7, state["fc.weight"].shape[1]), "fc.bias": torch.zeros(7)}
+    save_file({**state, **last}, tmp_path / "seven.safetensors")
+    check_equal(ew.Classifier.from_pretrained(shared / "adapter", base=tmp_path / "seven.safetensors"), shared)
 
 
 @pytest.mark.slow

@@ -85,6 +85,8 @@ class MultiExitNet(nn.Module):
         # Submodules after which `attach` has cut, and the revision of the weights of a network by name.
         self.cuts: tuple[str, ...] = ()
         self.revision: str | None = None
+        # Hash of the stages' weights as a library or a file of the user's gave them; None for others.
+        self.base_sha256: str | None = None
         if not self.stages or len(self.stages) != len(self.heads):
             raise InputError(
                 f"`stages` and `heads` must pair up, one of each per exit, "

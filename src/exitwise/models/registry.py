@@ -17,6 +17,7 @@ from exitwise.models.densenet import densenet
 from exitwise.models.msdnet import PRESETS as MSDNETS
 from exitwise.models.msdnet import msdnet
 from exitwise.models.named.build import rebuild_named
+from exitwise.models.named.module import MAX_IMAGE_SIZE
 from exitwise.models.net import MultiExitNet
 from exitwise.models.presets import Config, get_config
 from exitwise.models.resnet import PRESETS as RESNETS
@@ -52,9 +53,6 @@ BUDGET_RANGES: dict[str, tuple[float, float]] = {
         for size, interval in (("small", (3.5e8, 1.1e9)), ("medium", (7.5e8, 2.2e9)), ("large", (1.5e9, 2.6e9)))
     },
 }
-
-
-_MAX_IMAGE_SIZE = 4096  # of images in a spec, which may come from a file
 
 
 def list_presets() -> builtins.list[str]:
@@ -191,7 +189,7 @@ def _is_attach_spec(exits: Mapping[str, Any]) -> bool:
         {"at", "head"} <= set(exits) <= {"at", "head", "input_shape"}
         and isinstance(shape, builtins.list)
         and 0 < len(shape) <= 3
-        and all(is_integer(size) and 0 < size <= _MAX_IMAGE_SIZE for size in shape)
+        and all(is_integer(size) and 0 < size <= MAX_IMAGE_SIZE for size in shape)
     )
 
 

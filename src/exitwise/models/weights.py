@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from exitwise import models
 from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError, first_line
+from exitwise.models.named.module import differs_only_in_classes
 from exitwise.models.net import MultiExitNet
 
 FORMAT, VERSION = "exitwise.net", 1
@@ -61,7 +62,8 @@ def save_checkpoint(net: MultiExitNet, path: str | Path) -> None:
         >>> ew.load_net("net.safetensors").spec
         {'preset': 'tiny-8'}
     """
-    tensorfiles.write(Path(path), net.state_dict(), FORMAT, VERSION, {"model": net.spec})
+    base = {} if net.base_sha256 is None else {"base": net.base_sha256}
+    tensorfiles.write(Path(path), net.state_dict(), FORMAT, VERSION, {"model": net.spec, **base})
 
 
 def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
@@ -101,12 +103,14 @@ def load_checkpoint(net: MultiExitNet, path: str | Path) -> MultiExitNet:
     return net
 
 
-def load_module_weights(module: nn.Module, path: str | Path) -> None:
+def load_module_weights(module: nn.Module, path: str | Path, keep_for_classes: int | None = None) -> None:
     """Load a state dict into a module of the user's, whose keys it must have; `module.` before all keys is dropped.
 
     Args:
         module: The module to load into; its mode stays.
         path: The file, safetensors or `.pth`, read as by `load_checkpoint`.
+        keep_for_classes: Number of classes of the module, whose layers with so many outputs keep their weights if the
+            file has another number.
 
     Raises:
         InputError: The file is missing or damaged, or its weights do not fit the module.
@@ -118,6 +122,13 @@ def load_module_weights(module: nn.Module, path: str | Path) -> None:
         loaded = {key.removeprefix(prefix): value for key, value in loaded.items()}
     for key in [key for key in expected if key.endswith("num_batches_tracked")]:
         loaded.setdefault(key, expected[key])
+    if keep_for_classes is not None:
+        kept = {
+            key: value
+            for key, value in expected.items()
+            if key in loaded and differs_only_in_classes(loaded[key], value, keep_for_classes)
+        }
+        loaded |= kept
     checked = check_state_dict(module, loaded, path)
     with restore_on_error(module):
         load_state(module, checked, path)
@@ -165,11 +176,14 @@ def load_net(path: str | Path) -> MultiExitNet:
     """
     path = Path(path)
     tensors, header = tensorfiles.read(path)
-    spec = tensorfiles.check_format(path, header, FORMAT, VERSION).get("model")
+    metadata = tensorfiles.check_format(path, header, FORMAT, VERSION)
+    spec = metadata.get("model")
     if not isinstance(spec, dict):
         raise InputError(f"{path} does not name the preset of its net; build the net and use load_checkpoint")
     check_rebuilt(spec, tensors, path)
-    return load_checkpoint(models.rebuild(spec), path).eval()
+    net = load_checkpoint(models.rebuild(spec), path).eval()
+    net.base_sha256 = metadata.get("base")
+    return net
 
 
 def check_rebuilt(

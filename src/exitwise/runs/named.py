@@ -1,17 +1,20 @@
 """Networks of timm, torchvision and Hugging Face in runs: built for the classes of a dataset, with exits attached."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from exitwise import data, models
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import temporary_seed
 from exitwise.evaluation.best_cuts import best_cuts
-from exitwise.models.attach.attach import attach_named
+from exitwise.models.attach.attach import attach_named, split_classifier
 from exitwise.models.named.build import PRETRAINED
 from exitwise.models.named.module import NamedModule
+from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import MultiExitNet
 from exitwise.runs.options import AttachOptions, DataOptions
 
@@ -30,6 +33,8 @@ def build_named_for(
         train_last: Whether the last layer is trained, and may have other classes than the weights.
         seed: Seed of a new last layer.
     """
+    if train_last and attached.attach == "best":
+        raise InputError("--attach best compares cuts by the last layer, but --last trains it: give auto or names")
     dataset = data.get_dataset(str(source.data))
     images, _ = data.load(str(source.data), source.root, skip_unreadable=False, fetch=source.download)
     size = dataset.size or source.image_size
@@ -59,8 +64,13 @@ def attach_to_named(
     """
     at: str | list[str] = attached.attach or "auto"
     exits = (attached.exits or DEFAULT_EXITS) if at in ("auto", "best") else attached.exits
+    order = None
+    if named.classes is not None and not train_last:
+        order = _order_of_rows([_fold(name) for name in named.classes], [_fold(name) for name in splits.train.classes])
     with temporary_seed(seed):
         if at == "best":
+            if order is not None:  # the cuts are compared by the accuracy of the last exit, too
+                named, order = _reorder_module(named, order), None
             cuts = best_cuts(
                 named.module, splits.train, splits.val, exits=exits or 0, example_inputs=named.example, seed=seed
             )
@@ -69,8 +79,8 @@ def attach_to_named(
         elif at != "auto":
             at = str(at).split(",")
         net = attach_named(named, at, attached.head or "mlp", exits=exits)
-    if named.classes is not None and not train_last:
-        _reorder_classes(net, [_fold(name) for name in named.classes], [_fold(name) for name in splits.train.classes])
+    if order is not None:
+        _reorder_rows(net.exits[-1].last, order)
     return net
 
 
@@ -82,12 +92,26 @@ def _check_classes(named: NamedModule, num_classes: int) -> None:
         )
 
 
-def _reorder_classes(net: MultiExitNet, own: list[str], wanted: list[str]) -> None:
-    """Reorder the rows of the last layer if the network names the same classes in another order."""
+def _order_of_rows(own: list[str], wanted: list[str]) -> Tensor | None:
+    """Return the row of each wanted class if the network names the same classes in another order, None otherwise."""
     if own == wanted or sorted(own) != sorted(wanted) or len(set(own)) < len(own):
-        return
-    rows = torch.tensor([own.index(name) for name in wanted])
-    last = net.exits[-1].last
+        return None
+    return torch.tensor([own.index(name) for name in wanted])
+
+
+def _reorder_module(named: NamedModule, rows: Tensor) -> NamedModule:
+    """Reorder the rows of the module's own last layer."""
+    _, last = split_classifier(named.module, named.example)
+    if not any(weight is last.weight for weight in named.module.parameters()):
+        raise InputError(
+            f"{named.name} has its classes in another order than the data, and a last layer that --attach best cannot "
+            f"reorder: give --attach auto, or names"
+        )
+    _reorder_rows(last, rows)
+    return replace(named, sha256=None if named.sha256 is None else hash_weights(named.module))
+
+
+def _reorder_rows(last: nn.Linear, rows: Tensor) -> None:
     with torch.no_grad():
         last.weight.copy_(last.weight[rows])
         if last.bias is not None:

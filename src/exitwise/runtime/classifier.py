@@ -214,7 +214,7 @@ class Classifier(nn.Module):
         tensors, calibration_metadata = self.calibration.to_tensors()
         tensors = {f"calibration.{key}": value for key, value in tensors.items()}
         tensors |= {f"net.{key}": value for key, value in self.net.state_dict().items()}
-        metadata = {
+        metadata: dict[str, Any] = {
             "model": self.net.spec,
             "calibration": calibration_metadata,
             "policy": self.policy.to_dict(),
@@ -225,6 +225,8 @@ class Classifier(nn.Module):
             "sets": None if self.sets is None else self.sets.to_dict(),
             "abstention": None if self.abstention is None else self.abstention.to_dict(),
         }
+        if self.net.base_sha256 is not None:
+            metadata["base"] = self.net.base_sha256
         return tensors, metadata
 
     @classmethod
@@ -271,6 +273,8 @@ class Classifier(nn.Module):
                 abstention=None if abstention is None else Abstention.from_dict(abstention),
             )
         classifier.optimized = optimized
+        if user_net is None:
+            net.base_sha256 = metadata.get("base")
         return classifier
 
     def export(
@@ -307,9 +311,10 @@ class Classifier(nn.Module):
     ) -> None:
         """Write a folder to share: weights, config.json and a model card. Needs `exitwise[hub]`.
 
-        If `ew.attach` made the net of a name, such as "timm:resnet50", the folder holds an adapter: heads, calibration
-        and policy, with name, revision and hash of the base network. Otherwise it holds all weights. An existing model
-        card (README.md) is kept.
+        If `ew.attach` made the net of a name, such as "timm:resnet50", and its stages have the weights that were loaded
+        then, the folder holds an adapter: heads, calibration and policy, with name, revision and hash of the base
+        network. Otherwise it holds all weights. An existing model card (README.md) is kept; if anything fails, the
+        folder stays as it was.
 
         Args:
             folder: The folder.

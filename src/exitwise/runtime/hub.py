@@ -4,13 +4,13 @@ An adapter holds heads, calibration, policy and preprocessing, and points to its
 of its weights. Files are JSON and safetensors: nothing is unpickled, and huggingface_hub is imported on use.
 """
 
-import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from exitwise.core import tensorfiles
@@ -20,11 +20,14 @@ from exitwise.core.version import __version__
 from exitwise.models.attach.attach import attach_named
 from exitwise.models.named.build import PRETRAINED, build_named, is_named
 from exitwise.models.named.hub_access import offline_without_network
+from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import MultiExitNet
+from exitwise.models.weights import load_module_weights
 from exitwise.runtime.model_card import CardContents, write_card
 
 CONFIG, CARD, BUNDLE = "config.json", "README.md", "bundle"
 ADAPTER_FILE, CLASSIFIER_FILE = "adapter.safetensors", "classifier.safetensors"
+_FILES = [CONFIG, CARD, ADAPTER_FILE, CLASSIFIER_FILE]  # all that loading reads
 FORMAT, ADAPTER, VERSION = "exitwise.pretrained", "exitwise.adapter", 1
 
 
@@ -48,23 +51,13 @@ def require_hub() -> Any:
     return huggingface_hub
 
 
-def hash_base(net: MultiExitNet) -> str:
-    """Return the SHA-256 of the weights and buffers of all stages: what an adapter leaves out."""
-    digest = hashlib.sha256()
-    for key, value in sorted(net.stages.state_dict().items()):
-        tensor = value.detach().cpu().contiguous()
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def save(classifier: Shareable, folder: Path, whole: bool | None, bundle: bool, contents: CardContents) -> None:
     """Write config.json, the adapter or the whole classifier, perhaps an ONNX bundle, and README.md.
 
     Args:
         classifier: The classifier.
-        folder: The folder, which `huggingface_hub` has made.
-        whole: Whether to write all weights; None for an adapter where that is possible.
+        folder: An empty folder, which `huggingface_hub` has made.
+        whole: Whether to write all weights; None for an adapter if the base network has the weights that were loaded.
         bundle: Whether to add an ONNX bundle.
         contents: What the model card shows.
     """
@@ -75,23 +68,26 @@ def save(classifier: Shareable, folder: Path, whole: bool | None, bundle: bool, 
             "an adapter needs a net that `exitwise.attach` made of a name, such as timm:resnet50, before optimize(); "
             "`whole=True` writes all weights"
         )
+    sha256 = hash_weights(classifier.net.stages) if named and not whole else None
+    if whole is False and sha256 != classifier.net.base_sha256:
+        raise InputError(
+            "an adapter needs a base network with the weights that were loaded, but its stages are random or were "
+            "trained since; `whole=True` writes all weights"
+        )
     config: dict[str, Any] = {"format": FORMAT, "version": VERSION, "library_name": "exitwise", "exitwise": __version__}
-    if named and not whole:
-        base = {"name": spec["module"], "revision": classifier.net.revision, "sha256": hash_base(classifier.net)}
+    if sha256 is not None and sha256 == classifier.net.base_sha256:
+        base = {"name": spec["module"], "revision": classifier.net.revision, "sha256": sha256}
         config |= {"file": ADAPTER_FILE, "base": base}
         tensors, metadata = classifier.to_tensors()
         small = {key: value for key, value in tensors.items() if not key.startswith("net.stages.")}
         tensorfiles.write(folder / ADAPTER_FILE, small, ADAPTER, VERSION, metadata)
-        (folder / CLASSIFIER_FILE).unlink(missing_ok=True)
     else:
         config |= {"file": CLASSIFIER_FILE, "base": None}
         classifier.save(folder / CLASSIFIER_FILE)
-        (folder / ADAPTER_FILE).unlink(missing_ok=True)
     if bundle:
-        classifier.export(folder / BUNDLE, force=True)
+        classifier.export(folder / BUNDLE)
     write_json(folder / CONFIG, config)
-    if not (folder / CARD).exists():  # perhaps edited by hand
-        write_card(folder / CARD, config, contents)
+    write_card(folder / CARD, config, contents)
 
 
 def load(
@@ -157,11 +153,16 @@ def _build_base(spec: Any, described: Mapping[str, Any], base: str | Path | None
         name, weights = (str(base), PRETRAINED) if is_named(base) else (name, base)
     elif name.startswith("hf:") and revision and "@" not in name:
         name = f"{name}@{revision}"
-    named = build_named(name, classes, weights, spec.get("image_size"))
+    if weights == PRETRAINED:
+        named = build_named(name, classes, PRETRAINED, spec.get("image_size"))
+    else:  # the hash covers all but the last layer, which is part of the adapter
+        named = build_named(name, classes, None, spec.get("image_size"))
+        load_module_weights(named.module, weights, named.num_classes)
+        named = replace(named, sha256=hash_weights(named.module))
     exits = spec["attach"]
     net = attach_named(named, exits["at"], exits["head"])
     net.spec = dict(spec)
-    if (actual := hash_base(net)) != described["sha256"]:
+    if (actual := hash_weights(net.stages)) != described["sha256"]:
         raise InputError(
             f"its base network {name} has other weights than those that the adapter was made for (sha256 {actual[:12]} "
             f"instead of {described['sha256'][:12]}): give their file, or another name, as `base`"
@@ -170,8 +171,31 @@ def _build_base(spec: Any, described: Mapping[str, Any], base: str | Path | None
 
 
 def save_pretrained(classifier: Shareable, folder: str | Path, options: Mapping[str, Any]) -> None:
-    """Write a classifier to a folder through `ModelHubMixin`; `options` are the arguments of `save`."""
-    _hub_model()(classifier, options).save_pretrained(folder)
+    """Write a classifier to a folder through `ModelHubMixin`; if anything fails, the folder stays as it was.
+
+    Args:
+        classifier: The classifier.
+        folder: The folder. Its files of a former classifier are replaced, but not its model card.
+        options: The arguments of `save`.
+    """
+    folder = Path(folder)
+    model = _hub_model()(classifier, options)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: choose another path")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.resolve().parent) as temporary:
+        new = Path(temporary) / "new"
+        model.save_pretrained(new)
+        folder.mkdir(exist_ok=True)
+        if not (folder / CARD).exists():  # perhaps edited by hand
+            (new / CARD).replace(folder / CARD)
+        if (folder / BUNDLE).exists():
+            (folder / BUNDLE).rename(Path(temporary) / "old")
+        for name in (BUNDLE, ADAPTER_FILE, CLASSIFIER_FILE, CONFIG):
+            if (new / name).exists():
+                (new / name).rename(folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
 
 
 def push_to_hub(classifier: Shareable, repository: str, options: Mapping[str, Any], hub: Mapping[str, Any]) -> str:
@@ -238,9 +262,7 @@ def _hub_model() -> Any:
             cls, *, model_id: str, load_folder: Any, force_download: bool = False, **options: Any
         ) -> "HubModel":
             options = {name: value for name, value in options.items() if name in _DOWNLOAD_OPTIONS}
-            folder = hub.snapshot_download(
-                model_id, allow_patterns=[CONFIG, "*.safetensors"], force_download=force_download, **options
-            )
+            folder = hub.snapshot_download(model_id, allow_patterns=_FILES, force_download=force_download, **options)
             return cls(load_folder(Path(folder)), None)
 
     return HubModel

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from exitwise.core import nested
 from exitwise.core.checks import is_integer
-from exitwise.core.errors import InputError, first_line
+from exitwise.core.errors import InputError, first_line, shorten
 from exitwise.models.attach.choose import cut_at_equal_cost, trace_layers
 from exitwise.models.attach.conv_head import make_convolutions
 from exitwise.models.attach.cut import HeadInput, cut_module
@@ -27,6 +27,7 @@ from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.attach.tracing import trace_module
 from exitwise.models.named.build import PRETRAINED, build_named
 from exitwise.models.named.module import NamedModule
+from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
@@ -86,11 +87,17 @@ def attach(
         2
     """
     if isinstance(module, str):
-        module = build_named(module, num_classes, weights)
+        if example_inputs is not None:
+            raise InputError(f"`example_inputs` is for modules: {shorten(module)} states its own inputs")
+        return attach_named(build_named(module, num_classes, weights), at, head, exits=exits)
     if isinstance(module, NamedModule):
+        if num_classes is not None or weights != PRETRAINED or example_inputs is not None:
+            raise InputError("`num_classes`, `weights` and `example_inputs` of a NamedModule are set by build_named")
         return attach_named(module, at, head, exits=exits)
     if not isinstance(module, nn.Module):
         raise InputError(f"`module` must be an nn.Module, or the name of one, but got {type(module).__name__}")
+    if weights != PRETRAINED:
+        raise InputError("`weights` is for a network by its name: load them into the module before")
     if any(part.training for part in module.modules()):
         raise InputError("`module` is in training mode: call module.eval() first, or dropout and statistics would vary")
     names = _check_at(at, exits)
@@ -131,6 +138,8 @@ def attach_named(
     if isinstance(head, str):
         net.spec = {**named.spec, "attach": {"at": list(net.cuts), "head": head}}
     net.preprocessing, net.input_shape, net.revision = named.preprocessing, named.input_shape, named.revision
+    if named.sha256 is not None and named.sha256 == hash_weights(named.module):  # not trained since
+        net.base_sha256 = hash_weights(net.stages)
     return net
 
 
@@ -162,9 +171,10 @@ def _make_spec(module: nn.Module, at: Sequence[str], head: Any, inputs: ModuleIn
     spec = module.spec if isinstance(module, MultiExitNet) else None
     if spec is None or not isinstance(head, str) or "attach" in spec:
         return None
-    # The size of the images decides how many convolutions a head has.
-    shape = {"input_shape": list(inputs.tensors[0].shape[1:])} if head == "conv" else {}
-    return {**spec, "attach": {"at": list(at), "head": head, **shape}}
+    # The size of the images decides how many convolutions a head has, and how its features are pooled.
+    shape = tuple(inputs.tensors[0].shape[1:])
+    given = {"input_shape": list(shape)} if head == "conv" or shape != module.input_shape else {}
+    return {**spec, "attach": {"at": list(at), "head": head, **given}}
 
 
 class TokenMean(nn.Module):

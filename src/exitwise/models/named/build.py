@@ -11,7 +11,8 @@ import torch
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, shorten
 from exitwise.models.named import timm_models, torchvision_models, transformers_models
-from exitwise.models.named.module import NamedModule, check_forward, move_to_default_device
+from exitwise.models.named.module import MAX_IMAGE_SIZE, NamedModule, check_forward, move_to_default_device
+from exitwise.models.named.weight_hash import hash_weights
 
 LIBRARIES: Mapping[str, ModuleType] = {
     library.PREFIX: library for library in (timm_models, torchvision_models, transformers_models)
@@ -61,14 +62,14 @@ def build_named(
     if num_classes is not None:
         check_integer("num_classes", num_classes, 2, 10**6)
     if image_size is not None:
-        check_integer("image_size", image_size, 1, 1 << 15)
+        check_integer("image_size", image_size, 1, MAX_IMAGE_SIZE)
     named: NamedModule = library.build(own_name, num_classes, image_size, weights == PRETRAINED)
     if weights is not None and weights != PRETRAINED:
         from exitwise.models.weights import load_module_weights
 
         load_module_weights(named.module, weights)
     check_forward(name, named.module, named.example)
-    return named
+    return named if weights is None else replace(named, sha256=hash_weights(named.module))
 
 
 def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
@@ -87,7 +88,7 @@ def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
         named = transformers_models.rebuild(spec)
     else:
         size = spec.get("image_size")
-        size = None if size is None else check_integer("image_size", size, 1, 1 << 15)
+        size = None if size is None else check_integer("image_size", size, 1, MAX_IMAGE_SIZE)
         classes = check_integer("num_classes", spec.get("num_classes"), 2, 10**6)
         named = library.build(own_name, classes, size, False)
     return replace(named, example=move_to_default_device(named.example))
@@ -96,7 +97,7 @@ def rebuild_named(spec: Mapping[str, Any]) -> NamedModule:
 def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
     """Raise `InputError` if the network of a spec has far more weights than the file that names it.
 
-    The spec of a damaged or hostile file can ask for any size: nothing is allocated here.
+    The spec of a damaged or hostile file can ask for any size: nothing of that size is allocated here.
 
     Args:
         spec: The spec, perhaps with an entry `attach`.
@@ -110,12 +111,19 @@ def check_named_size(spec: Mapping[str, Any], num_values: int) -> None:
         >>> spec = {"module": "timm:resnet18", "num_classes": 10, "attach": {"at": ["layer2"], "head": "mlp"}}
         >>> ew.models.check_named_size(spec, 12_000_000)  # doctest: +SKIP
     """
+    base, more_rows = {name: value for name, value in spec.items() if name != "attach"}, 0
     try:
         with torch.device("meta"):
-            named = rebuild_named({name: value for name, value in spec.items() if name != "attach"})
-    except (NotImplementedError, RuntimeError):  # a network of timm that computes numbers while it is built
-        return
-    count = sum(tensor.numel() for tensor in named.module.state_dict().values())
+            named = rebuild_named(base)
+    except InputError:
+        if "num_classes" not in base:
+            raise
+        # Perhaps a network that computes numbers while it is built: its library bounds all but the number of classes.
+        named = rebuild_named({**base, "num_classes": 2})
+        more_rows = check_integer("num_classes", base["num_classes"], 2, 10**6) - 2
+    tensors = named.module.state_dict().values()
+    count = sum(tensor.numel() for tensor in tensors)
+    count += more_rows * sum(tensor[0].numel() for tensor in tensors if tensor.shape[:1] == (2,))
     if count > 2 * num_values + _MAX_SMALL:
         raise InputError(f"its network {named.name} has {count:,} weights, but the file only {num_values:,}")
 

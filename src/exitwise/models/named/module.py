@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
+
+MAX_IMAGE_SIZE = 4096  # of images in a spec, which may come from a file
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,7 @@ class NamedModule:
         example: Inputs for two samples: a tensor, or a dict of tensors.
         classes: Names of the classes, if the library knows them.
         revision: Revision of the pretrained weights, if the library knows it.
+        sha256: Hash of all weights as they were loaded; None for random ones.
 
     Example:
         >>> import exitwise as ew
@@ -45,6 +49,7 @@ class NamedModule:
     example: Any
     classes: tuple[str, ...] | None = None
     revision: str | None = None
+    sha256: str | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
@@ -104,8 +109,16 @@ def check_num_classes(name: str, num_classes: int | None, own: int) -> int:
     return own if num_classes is None else num_classes
 
 
+def differs_only_in_classes(given: Tensor, expected: Tensor, num_classes: int) -> bool:
+    """Return whether weights are those of a last layer (num_classes, ...) for another number of classes."""
+    return given.shape != expected.shape and [num_classes, *given.shape[1:]] == list(expected.shape)
+
+
 def example_images(preprocessing: Preprocessing) -> Tensor:
-    """Return two random images (2, channels, size, size), normalized."""
+    """Return two random images (2, channels, size, size), normalized; without values while a net is only described."""
+    check_integer("image_size", preprocessing.size, 1, MAX_IMAGE_SIZE)
+    if torch.get_default_device().type == "meta":
+        return torch.empty(2, *preprocessing.shape)
     images = torch.rand(2, *preprocessing.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return preprocessing.normalize(255 * images)
 

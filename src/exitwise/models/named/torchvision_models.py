@@ -1,12 +1,14 @@
 """Networks of torchvision by name, such as "torchvision:resnet18"."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import translate
 from re import IGNORECASE, compile
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from exitwise.core.checks import suggest
 from exitwise.core.errors import InputError
@@ -15,6 +17,7 @@ from exitwise.models.named.module import (
     NamedModule,
     build_errors,
     check_num_classes,
+    differs_only_in_classes,
     example_images,
     require,
     weight_errors,
@@ -22,6 +25,8 @@ from exitwise.models.named.module import (
 
 PREFIX = "torchvision"
 _IMAGENET_CLASSES = 1000
+_TRANSFORM_INPUT = ("googlenet", "inception_v3")  # their weights are for images that they normalize again
+_OLD_KEY = compile(r"(denselayer\d+\.(?:norm|conv))\.(\d\.)")  # of DenseNets
 
 
 def build(name: str, num_classes: int | None, image_size: int | None, pretrained: bool) -> NamedModule:
@@ -33,15 +38,15 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
     preprocessing = _preprocessing(full_name, weights)
     if image_size is not None:
         preprocessing = replace(preprocessing, size=image_size)
+    options: dict[str, Any] = {"transform_input": True} if name in _TRANSFORM_INPUT else {}
+    if name.startswith("vit_"):
+        options["image_size"] = preprocessing.size
     with build_errors(full_name):
-        module: nn.Module = models.get_model(name, weights=None, num_classes=classes)
+        module: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
     if pretrained:
         with weight_errors(full_name):  # without `weights_only`, torchvision would unpickle the file
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-            expected = module.state_dict()
-            own_classes = classes == _IMAGENET_CLASSES
-            fitting = {k: v for k, v in state.items() if own_classes or v.shape == expected[k].shape}
-            module.load_state_dict(fitting, strict=own_classes)
+            load_pretrained(models, module, state, classes)
     spec: dict[str, Any] = {"module": full_name, "num_classes": classes}
     if image_size is not None:
         spec["image_size"] = image_size
@@ -56,6 +61,27 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
         names or None,
         f"{type(weights).__name__}.{weights.name}",
     )
+
+
+def load_pretrained(models: ModuleType, module: nn.Module, state: Mapping[str, Tensor], classes: int) -> None:
+    """Load torchvision's weights into a network, which may have another number of classes or another image size.
+
+    Args:
+        models: torchvision.models.
+        module: The network.
+        state: Weights by key, as torchvision offers them.
+        classes: Number of classes of the network; layers with another number of outputs keep their weights.
+    """
+    renamed = {_OLD_KEY.sub(r"\1\2", key): value for key, value in state.items()}
+    if isinstance(module, models.VisionTransformer):
+        resize = models.vision_transformer.interpolate_embeddings
+        renamed = dict(resize(module.image_size, module.patch_size, OrderedDict(renamed)))
+    kept = {
+        key: value
+        for key, value in module.state_dict().items()
+        if key in renamed and differs_only_in_classes(renamed[key], value, classes)
+    }
+    module.load_state_dict({**renamed, **kept})
 
 
 def list_models(pattern: str) -> list[dict[str, Any]]:

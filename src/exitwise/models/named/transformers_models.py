@@ -6,11 +6,13 @@ Only configurations and tensors are read: code of a repository is never run, and
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.models.named.hub_access import offline_without_network
@@ -29,6 +31,8 @@ PREFIX = "hf"
 _TOKENS = 16  # length of the example for a network on text
 # Entries of a configuration that would name code or kernels to load.
 _NOT_DATA = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "custom_pipelines")
+# Types whose configuration can make timm open any file or address.
+_TIMM_TYPES = ("timm_wrapper", "timm_backbone")
 
 
 def build(name: str, num_classes: int | None, image_size: int | None, pretrained: bool) -> NamedModule:
@@ -40,8 +44,13 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
         image_size: Height and width of its images, if they differ from its configuration.
         pretrained: Whether to load its weights from the folder, the cache or the internet.
     """
+    with build_errors(f"{PREFIX}:{name}"):  # configurations can hold anything
+        return _build(name, num_classes, image_size, pretrained)
+
+
+def _build(name: str, num_classes: int | None, image_size: int | None, pretrained: bool) -> NamedModule:
     transformers, full_name = require("transformers", f"{PREFIX}:", PREFIX), f"{PREFIX}:{name}"
-    repository, _, revision = name.partition("@")
+    repository, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision or None}
     with offline_without_network():
         try:
@@ -74,6 +83,7 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
                     **options,
                 )
             _check_complete(full_name, info["missing_keys"], None if own_classes else module.base_model_prefix)
+            _check_shapes(full_name, info["mismatched_keys"], module.base_model_prefix, classes)
         else:
             module = _from_config(transformers, full_name, config, kind)
     commit = getattr(config, "_commit_hash", None) or revision or None
@@ -93,12 +103,14 @@ def rebuild(spec: Mapping[str, Any]) -> NamedModule:
     if not isinstance(spec.get("config"), Mapping):
         raise InputError(f"the spec of {name} must hold its `config`, but holds {spec.get('config')!r}")
     data = _data_of(spec["config"])
-    with build_errors(name):
-        config = transformers.AutoConfig.for_model(**data)
-    module = _from_config(transformers, name, config, _kind(name, config))
+    if "num_labels" in data:
+        check_integer("num_labels", data["num_labels"], 2, 10**6)
     given = spec.get("preprocessing")
     preprocessing = None if given is None else Preprocessing.from_dict(given)
-    example = example_images(preprocessing) if preprocessing is not None else _example_tokens(config)
+    with build_errors(name):  # the configuration can hold anything
+        config = transformers.AutoConfig.for_model(**data)
+        module = _from_config(transformers, name, config, _kind(name, config))
+        example = example_images(preprocessing) if preprocessing is not None else _example_tokens(config)
     revision = None if spec.get("revision") is None else str(spec["revision"])
     return NamedModule(name, module.eval(), config.num_labels, dict(spec), preprocessing, example, revision=revision)
 
@@ -114,6 +126,8 @@ def _kind(name: str, config: Any) -> str:
     """Return the Auto class of a classifier's configuration; raise `InputError` for any other network."""
     from transformers.models.auto import modeling_auto as auto
 
+    if _uses_timm(config.to_dict()):
+        raise InputError(f"{name} wraps a network of timm, which exitwise builds only by its own name: give timm:NAME")
     architecture = next(iter(config.architectures or ()), "")
     wrong = (auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES, auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
     if any(architecture in names.values() for names in wrong):
@@ -129,11 +143,26 @@ def _kind(name: str, config: Any) -> str:
     raise InputError(f"{name} is of type {config.model_type!r}, which has no classifier of images or texts")
 
 
+def _uses_timm(config: Any) -> bool:
+    """Return whether a configuration, or one inside it, is of a network that timm builds."""
+    if isinstance(config, Mapping):
+        return config.get("model_type") in _TIMM_TYPES or any(map(_uses_timm, config.values()))
+    return isinstance(config, list | tuple) and any(map(_uses_timm, config))
+
+
 def _check_complete(name: str, missing: Iterable[str], prefix: str | None) -> None:
     """Raise `InputError` if weights are missing; with a `prefix`, only if they are of the base model of that name."""
     lacks = sorted(key for key in missing if prefix is None or key.startswith(f"{prefix}."))
     if lacks:
         raise InputError(f"the weights of {name} lack {lacks[0]!r}, which would be random")
+
+
+def _check_shapes(name: str, mismatched: Iterable[tuple[str, Any, Any]], prefix: str, classes: int) -> None:
+    """Raise `InputError` if weights other than those of the last layer were left out for their shape."""
+    for key, given, expected in sorted(mismatched):
+        if key.startswith(f"{prefix}.") or list(expected) != [classes, *given[1:]]:
+            shapes = f"{tuple(given)} instead of {tuple(expected)}"
+            raise InputError(f"the weights of {name} do not fit its configuration: {key!r} has shape {shapes}")
 
 
 def _from_config(transformers: Any, name: str, config: Any, kind: str) -> Any:
