@@ -84,7 +84,7 @@ class RecentLoad:
         return second
 
     def summarize(self, num_exits: int) -> dict[str, Any]:
-        """Return the series of the last `WINDOW` full seconds, the oldest first, and the values of the last `NOW` of them.
+        """Return the series of the last `WINDOW` full seconds, the oldest first, and values of the last `NOW` of them.
 
         Latencies of seconds without an answer are None, and so is the policy of seconds before the first one.
         """
