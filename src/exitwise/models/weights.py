@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from exitwise import models
 from exitwise.core import tensorfiles
 from exitwise.core.errors import InputError, first_line
-from exitwise.models.named.module import differs_only_in_classes
 from exitwise.models.net import MultiExitNet
+from exitwise.models.weight_shapes import differs_only_in_classes
 
 FORMAT, VERSION = "exitwise.net", 1
 

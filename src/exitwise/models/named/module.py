@@ -109,11 +109,6 @@ def check_num_classes(name: str, num_classes: int | None, own: int) -> int:
     return own if num_classes is None else num_classes
 
 
-def differs_only_in_classes(given: Tensor, expected: Tensor, num_classes: int) -> bool:
-    """Return whether weights are those of a last layer (num_classes, ...) for another number of classes."""
-    return given.shape != expected.shape and [num_classes, *given.shape[1:]] == list(expected.shape)
-
-
 def example_images(preprocessing: Preprocessing) -> Tensor:
     """Return two random images (2, channels, size, size), normalized; without values while a net is only described."""
     check_integer("image_size", preprocessing.size, 1, MAX_IMAGE_SIZE)

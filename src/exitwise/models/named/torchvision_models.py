@@ -17,11 +17,11 @@ from exitwise.models.named.module import (
     NamedModule,
     build_errors,
     check_num_classes,
-    differs_only_in_classes,
     example_images,
     require,
     weight_errors,
 )
+from exitwise.models.weight_shapes import differs_only_in_classes
 
 PREFIX = "torchvision"
 _IMAGENET_CLASSES = 1000
