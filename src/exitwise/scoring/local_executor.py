@@ -151,7 +151,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a library may print names of files in any encoding
         )
         self._last_lines: deque[str] = deque(maxlen=5)
         self._readers = [

@@ -176,6 +176,16 @@ def describe_job_error(error: OSError, folder: str) -> str:
     return f"{error.filename or folder}: {describe_error(error)}. What is scored stays; the same command resumes"
 
 
+def is_damage(storage: Storage, error: Exception) -> bool:
+    """Return whether an error of reading a Parquet file means damage, not a lack of memory or of a connection.
+
+    pyarrow raises an `OSError` without a number for damaged metadata, and for a connection that fails.
+    """
+    if isinstance(error, MemoryError):  # some of pyarrow's are also an `ArrowException`
+        return False
+    return not isinstance(error, OSError) or (error.errno is None and storage.is_local)
+
+
 def open_in_order(storage: Storage, path: str) -> Any:
     """Open a file that is read from its beginning to its end, with few requests if it is remote."""
     file = storage.open(path)
