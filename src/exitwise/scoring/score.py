@@ -163,13 +163,12 @@ def score(
         executor = RayExecutor(bundle, ray, workers, threads)
     elif executor is None:
         executor = LocalExecutor(bundle, 1 if workers is None else workers, threads)
-    with locked(storage, folder):
-        with _short_errors(storage.name(folder)):
-            if force:
-                remove_job(storage, folder)
-            with executor:
-                job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
-                return _run(job, executor, manifest, on_progress)
+    with locked(storage, folder), _short_errors(storage.name(folder)):
+        if force:
+            remove_job(storage, folder)
+        with executor:
+            job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
+            return _run(job, executor, manifest, on_progress)
 
 
 @contextmanager

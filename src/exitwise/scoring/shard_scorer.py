@@ -23,7 +23,9 @@ from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
 from exitwise.scoring.storage import Locations, is_uri, open_location
 
 # In errors of onnxruntime and of opening a file, but not in names of files.
-_OUT_OF_MEMORY = re.compile(r"cannot run on its inputs: .*(allocate memory|bad.?alloc)|\(cannot allocate memory\)$", re.I)
+_OUT_OF_MEMORY = re.compile(
+    r"cannot run on its inputs: .*(allocate memory|bad.?alloc)|\(cannot allocate memory\)$", re.I
+)
 
 
 @dataclass(frozen=True)
