@@ -143,6 +143,7 @@ class ActorPool:
         self._free: deque[Any] = deque()
         self._running: dict[Any, tuple[Any, _Task | None]] = {}  # reference -> actor, its task (None: its start)
         self._asked: dict[Any, Any] = {}  # reference of the progress -> actor
+        self._checked: dict[Any, Any] = {}  # the same of actors without a task, after another died
         self._failed_starts = 0
         self._polled_at = self._grown_at = float("-inf")
 
@@ -235,10 +236,13 @@ class ActorPool:
             self._polled_at = now
             self._watch.check()
             self._ask_progress()
-        done, _ = self._ray.wait([*self._running, *self._asked], num_returns=1, timeout=_POLL_SECONDS)
+        references = [*self._running, *self._asked, *self._checked]
+        done, _ = self._ray.wait(references, num_returns=1, timeout=_POLL_SECONDS)
         for reference in done:
             if reference in self._asked:
                 self._tell_progress(reference, on_progress)
+            elif reference in self._checked:
+                self._free_if_alive(self._checked.pop(reference), reference)
         return [reference for reference in done if reference in self._running]
 
     def _ask_progress(self) -> None:
@@ -256,6 +260,22 @@ class ActorPool:
         for running, task in self._running.values():
             if running is actor and task is not None:
                 on_progress(task.argument, done)
+
+    def _check_free(self) -> None:
+        """Give no task to a free actor before it answers: what ended one actor may have ended it, too."""
+        while self._free:
+            actor = self._free.popleft()
+            self._checked[actor.progress.remote()] = actor
+
+    def _free_if_alive(self, actor: Any, reference: Any) -> None:
+        try:
+            self._ray.get(reference)
+        except self._ray.exceptions.RayError:
+            self._actors.discard(actor)
+            self._grown_at = float("-inf")
+            self._ray.kill(actor)
+        else:
+            self._free.append(actor)
 
     def _get(self, reference: Any) -> Any:
         """Return the result of a task or start, or the death of its actor; raise the error that it returned."""
@@ -276,6 +296,7 @@ class ActorPool:
         self._actors.discard(actor)
         self._grown_at = float("-inf")
         self._ray.kill(actor)  # if it only could not be reached
+        self._check_free()
         if task is None:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
