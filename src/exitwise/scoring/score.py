@@ -62,6 +62,7 @@ class ScoreSummary(Result):
     Args:
         out: The folder of the job.
         images: Number of rows.
+        shards: Number of shards, and so of parts.
         errors: Number of rows with an error.
         exits: Number of rows without an error at each exit, counted from 0.
         mean_cost: Mean cost of the rows without an error, None if there are none.
@@ -78,6 +79,7 @@ class ScoreSummary(Result):
 
     out: str
     images: int
+    shards: int
     errors: int
     exits: Mapping[int, int]
     mean_cost: float | None
@@ -208,6 +210,7 @@ def _run(
     return ScoreSummary(
         out=job.storage.name(job.folder),
         images=counts.images,
+        shards=job.plan.shards,
         errors=counts.errors,
         exits=counts.exits,
         mean_cost=counts.mean_cost,
