@@ -1,6 +1,7 @@
 """A job resumes only as the same job, and other folders and damaged files are left alone."""
 
 import os
+import re
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -289,3 +290,24 @@ def test_a_job_that_cannot_be_listed_is_one_line_with_force(
 
     monkeypatch.setattr(LocalStorage, "list_folder", deny)
     refused("Permission denied. What is scored stays", folder, bundle, tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize(
+    ("location", "opened"),
+    [
+        ("gs://bucket/x", "gs://bucket/x?retry_limit_seconds=15"),
+        ("gs://bucket/x?scheme=http", "gs://bucket/x?scheme=http&retry_limit_seconds=15"),
+        ("gs://bucket/x?retry_limit_seconds=7", "gs://bucket/x?retry_limit_seconds=7"),
+    ],
+)
+def test_google_storage_is_not_tried_for_a_quarter_of_an_hour(
+    location: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FileSystem:
+        @staticmethod
+        def from_uri(uri: str) -> Any:
+            raise OSError(f"asked for {uri} only")
+
+    monkeypatch.setattr(fs, "FileSystem", FileSystem)
+    with pytest.raises(InputError, match=re.escape(f"asked for {opened} only")):
+        open_location(location, "source")
