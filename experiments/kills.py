@@ -108,7 +108,10 @@ def command_line(process: int) -> str:
 
 
 def find_raylet(process: int) -> int | None:
-    return next((child for child in children(process) if "raylet/raylet " in command_line(child)), None)
+    """Return the id of the raylet, which is a child of the process that uses Ray for the command."""
+    processes = [process, *children(process)]
+    found = (child for parent in processes for child in children(parent) if "raylet/raylet " in command_line(child))
+    return next(found, None)
 
 
 def find_workers(process: int, on_ray: bool) -> list[int]:

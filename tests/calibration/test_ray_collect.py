@@ -15,7 +15,7 @@ from exitwise.data.batches import Batches
 
 
 class InProcess:
-    """Stand-in for `ActorPool`: one actor, in this process."""
+    """Stand-in for `DriverPool`: one actor, in this process."""
 
     shards_before_failure: int | None = None
 
@@ -42,7 +42,7 @@ def test_a_trace_on_disk_is_that_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, failure: int | None
 ) -> None:
     """Also if it is interrupted, and stored samples end inside of a batch; curvature but for the order of sums."""
-    monkeypatch.setattr(ray_collect, "ActorPool", InProcess)
+    monkeypatch.setattr(ray_collect, "DriverPool", InProcess)
     monkeypatch.setattr(ray_collect, "_SHARD_SAMPLES", {"val": 64, "test": 64, "train": 100})
     monkeypatch.setattr(trace_folder, "SHARD_ROWS", 70)
     images = next(part for part in load("digits", None) if part is not None)
@@ -91,7 +91,7 @@ def test_a_trace_on_disk_is_that_of_one_process(
 def test_other_samples_than_before_the_interruption_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_collect, "ActorPool", InProcess)
+    monkeypatch.setattr(ray_collect, "DriverPool", InProcess)
     monkeypatch.setattr(ray_collect, "_SHARD_SAMPLES", {"val": 64, "test": 64, "train": 100})
     monkeypatch.setattr(trace_folder, "SHARD_ROWS", 64)
     train = next(part for part in load("digits", None) if part is not None)

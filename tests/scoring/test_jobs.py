@@ -265,6 +265,10 @@ class TestDeaths:
         assert sorted(read_parts(tmp_path / "out")) == ["part-00000000.parquet", "part-00000001.parquet"]
         assert run(folder, bundle, tmp_path / "out").resumed == 80
 
+    def test_a_file_may_be_named_like_too_little_memory(self, bundle: Path, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", {"bad alloc/cannot allocate memory.png": b"damaged"})
+        assert run(tmp_path / "images", bundle, tmp_path / "out").errors == 1
+
     def test_too_little_memory_is_not_an_error_of_an_image(
         self, bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

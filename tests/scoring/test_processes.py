@@ -112,6 +112,39 @@ def test_kills_at_any_moment_change_no_byte(
     assert 0 < int(str(summary["resumed"])) < 300
 
 
+def test_workers_with_too_little_memory_are_one_line_and_the_job_resumes(
+    command: Callable[[Path], "subprocess.Popen[str]"], images: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The net has no memory to run, as if another program had taken it: no image gets an error for that."""
+    site = tmp_path / "site" / "sitecustomize.py"
+    site.write_text(f"""{SITE}
+    import exitwise.runtime.onnx as onnx
+
+    def run(*_):
+        raise onnx.InputError("stage0.onnx cannot run on its inputs: Failed to allocate memory for requested buffer")
+
+    onnx.OnnxBackend.run = run
+""")
+    process = command(images)
+    out, err = process.communicate()
+    assert (process.returncode, out, len(err.splitlines())) == (2, "", 1)
+    assert "workers died again and again on shard" in err
+    assert "use fewer --workers" in err
+    site.write_text(SITE)
+    finish(command(images))
+    assert read_parts(tmp_path / "out") == expected
+
+
+def test_output_of_a_library_in_another_encoding_does_not_stop_a_worker(
+    command: Callable[[Path], "subprocess.Popen[str]"], images: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    site = tmp_path / "site" / "sitecustomize.py"
+    noise = r'b"caf\xe9 " * 20 + b"\n"'  # more than a pipe holds
+    site.write_text(f"{SITE}\n    for _ in range(2000):\n        os.write(2, {noise})\n")
+    finish(command(images))
+    assert read_parts(tmp_path / "out") == expected
+
+
 def test_images_that_end_their_process_become_rows(
     command: Callable[[Path], "subprocess.Popen[str]"], images: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -162,6 +195,15 @@ def test_a_full_disk_is_one_line_and_the_job_resumes(
     (tmp_path / "deaths" / "full").unlink()
     finish(command(images))
     assert read_parts(tmp_path / "out") == expected
+
+
+def test_workers_that_had_nothing_to_do_are_noted(bundle: Path, images: Path, tmp_path: Path) -> None:
+    words = ["score", images, "--bundle", bundle, "--out", tmp_path / "out", "--workers", "2"]
+    command = [sys.executable, "-m", "exitwise", *map(str, words)]
+    first, again = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
+    _, note = first.stderr.splitlines()
+    assert note.endswith("these images are one shard, so that other workers had nothing to do: try --shard-size 38")
+    assert len(again.stderr.splitlines()) == 1
 
 
 def test_workers_that_cannot_start_are_one_line(

@@ -1,11 +1,13 @@
 """A job resumes only as the same job, and other folders and damaged files are left alone."""
 
 import os
+import re
 import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 from scoring_cases import (
@@ -21,6 +23,7 @@ from scoring_cases import (
     write_tars,
 )
 
+from exitwise.core.errors import InputError
 from exitwise.runtime.onnx import Session
 from exitwise.scoring import items, job, shard_scorer, storage
 from exitwise.scoring.items import list_source
@@ -226,3 +229,85 @@ def test_a_pattern_must_not_find_the_parts(bundle: Path, folder: Path, tmp_path:
     copied = write_folder(tmp_path / "images", contents(4))
     refused("`out` must not lie in the source", copied / "**" / "*", bundle, copied / "scores")
     run(copied / "*" / "*", bundle, copied / "scores")
+
+
+def test_a_command_that_was_killed_while_it_wrote_the_manifest_resumes(
+    bundle: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "plan").mkdir(parents=True)
+    left = [tmp_path / "out" / ".job.json.x1.part", tmp_path / "out" / "plan" / ".000000.parquet.x2.part"]
+    for path in left:
+        path.write_bytes(b"half")
+    assert run(folder, bundle, tmp_path / "out").images == 150
+    assert not any(path.exists() for path in left)
+
+
+def test_an_image_in_a_folder_that_must_not_be_read_is_a_row(
+    bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "names").write_text(f"{folder}/a/0000.png\n/closed/x.png\n")
+    stat = LocalStorage.stat
+
+    def deny(self: LocalStorage, path: str) -> Any:
+        if path.startswith("/closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(self, path)
+
+    monkeypatch.setattr(LocalStorage, "stat", deny)
+    summary = run(tmp_path / "names", bundle, tmp_path / "out")
+    assert (summary.images, summary.errors) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (OSError("Couldn't deserialize thrift"), True),
+        (pa.ArrowInvalid("magic bytes"), True),
+        (pa.ArrowMemoryError("malloc of size 64 failed"), False),
+        (OSError(5, "Input/output error", "part"), False),
+    ],
+)
+def test_only_damage_is_called_damage(
+    error: Exception, is_damage: bool, bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a job that are good must not be deleted because memory or a disk failed."""
+    run(folder, bundle, tmp_path / "out")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("pyarrow.parquet.read_metadata", fail)
+    with pytest.raises(MemoryError if isinstance(error, MemoryError) else InputError) as raised:
+        run(folder, bundle, tmp_path / "out")
+    assert ("is damaged: delete it" in str(raised.value)) == is_damage
+
+
+def test_a_job_that_cannot_be_listed_is_one_line_with_force(
+    bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(self: LocalStorage, path: str) -> Any:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(LocalStorage, "list_folder", deny)
+    refused("Permission denied. What is scored stays", folder, bundle, tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize(
+    ("location", "opened"),
+    [
+        ("gs://bucket/x", "gs://bucket/x?retry_limit_seconds=15"),
+        ("gs://bucket/x?scheme=http", "gs://bucket/x?scheme=http&retry_limit_seconds=15"),
+        ("gs://bucket/x?retry_limit_seconds=7", "gs://bucket/x?retry_limit_seconds=7"),
+    ],
+)
+def test_google_storage_is_not_tried_for_a_quarter_of_an_hour(
+    location: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FileSystem:
+        @staticmethod
+        def from_uri(uri: str) -> Any:
+            raise OSError(f"asked for {uri} only")
+
+    monkeypatch.setattr(fs, "FileSystem", FileSystem)
+    with pytest.raises(InputError, match=re.escape(f"asked for {opened} only")):
+        open_location(location, "source")

@@ -22,7 +22,8 @@ from exitwise.calibration.trace_folder import TraceFolderWriter, digest_tensors
 from exitwise.core.costs import Costs
 from exitwise.core.errors import InputError
 from exitwise.core.nested import first_sample
-from exitwise.core.ray_actors import ActorOptions, ActorPool, Work
+from exitwise.core.ray_actors import ActorOptions, Work
+from exitwise.core.ray_driver import DriverPool, RayDriver
 from exitwise.data.batches import Batches
 from exitwise.data.images import ImageDataset
 from exitwise.models.input_batches import Progress
@@ -32,7 +33,7 @@ from exitwise.models.net import MultiExitNet
 # Samples of a shard. Those of train are larger, because each shard of it returns K matrices A and B.
 _SHARD_SAMPLES: Mapping[str, int] = {"val": 1024, "test": 1024, "train": 4096}
 _MAX_DEATHS = 4  # of actors on one shard
-_SHARDS_AHEAD = 64  # that may be finished before the first that is not, and wait in memory
+_SHARDS_AHEAD = 8  # that may be finished before the first that is not, and wait in memory; at least two per actor
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class _MakeCollector:
 
 
 def collect_on_ray(
-    ray: Any,
+    driver: RayDriver,
     net: MultiExitNet,
     build: Callable[[], MultiExitNet],
     splits: Mapping[str, ImageDataset | None],
@@ -91,7 +92,7 @@ def collect_on_ray(
     """Run the net over every split on the actors of a cluster and collect what calibration needs.
 
     Args:
-        ray: The module `ray`, connected by `ray_cluster`.
+        driver: A process that is connected to the cluster.
         net: The net with its weights.
         build: Returns the net without its weights, in an actor; what it imports is installed on every node.
         splits: The images of "val", and of "test" and "train" if there are any; image files are seen by every node.
@@ -124,7 +125,7 @@ def collect_on_ray(
     budget_range = models.budget_range(net.spec)
 
     def run_shards(starts: Mapping[str, int]) -> Iterator[tuple[_Shard, Any]]:
-        with ActorPool(ray, make_collector, ActorOptions(actors, num_gpus=int(on_gpu))) as pool:
+        with DriverPool(driver, make_collector, ActorOptions(actors, num_gpus=int(on_gpu))) as pool:
             shards = _cut(given, batch_size, starts)
             for shard, result in pool.run(shards, counter.count_death, counter.count_images, _SHARDS_AHEAD):
                 yield shard, result

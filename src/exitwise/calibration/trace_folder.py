@@ -235,8 +235,6 @@ class TraceFolderWriter:
             "metadata": dict(metadata),
         }
         write_json(self.folder / MANIFEST, manifest)
-        for name in (_PROGRESS, _SUMS, "lock"):
-            (self.folder / name).unlink(missing_ok=True)
         check_free(self._out, self._force)  # another command may have made it meanwhile
         if self._out.exists():
             old = partial_folder(self._out).with_suffix(".old")
@@ -246,6 +244,8 @@ class TraceFolderWriter:
             shutil.rmtree(old)
         else:
             self.folder.rename(self._out)
+        for name in (_PROGRESS, _SUMS, "lock"):  # last: whatever ends this process before, nothing is collected again
+            (self._out / name).unlink(missing_ok=True)
 
 
 def check_feature_dtype(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from exitwise.cli.options import ForceOption, JsonOption, RayOption, print_json
 if TYPE_CHECKING:
     from exitwise.scoring.score import ScoreProgress, ScoreSummary
 
+_MANY = 100  # images per worker, for which another worker is worth its start
 _LINE_SECONDS = 60.0  # between two lines of progress in a log
 
 
@@ -84,6 +85,8 @@ def score(
         print_json(**summary.to_dict())
     else:
         print(f"exitwise: {_describe_summary(summary)}", file=sys.stderr)
+        if workers is not None and summary.shards < workers and summary.images - summary.resumed >= _MANY * workers:
+            print(f"exitwise: note: {_describe_idle(summary, workers)}", file=sys.stderr)
     if summary.all_failed:
         raise typer.Exit(1)
 
@@ -145,6 +148,8 @@ def _describe_counts(progress: "ScoreProgress") -> str:
     from exitwise.core.costs import format_cost
 
     counts = progress.counts
+    if not counts.images:
+        return "exits and costs: after the first shard"
     notes = []
     if counts.mean_cost is not None:
         shares = ", ".join(f"{count / counts.answered:.0%} at exit {exit}" for exit, count in counts.exits.items())
@@ -152,6 +157,12 @@ def _describe_counts(progress: "ScoreProgress") -> str:
     if counts.errors:
         notes.append(f"{counts.errors} errors")
     return "; ".join(notes)
+
+
+def _describe_idle(summary: "ScoreSummary", workers: int) -> str:
+    size = -(-summary.images // (4 * workers))  # a few shards for each, so that they end together
+    shards = "one shard" if summary.shards == 1 else f"{summary.shards} shards"
+    return f"these images are {shards}, so that other workers had nothing to do: try --shard-size {size}"
 
 
 def _describe_summary(summary: "ScoreSummary") -> str:

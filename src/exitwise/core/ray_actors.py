@@ -54,17 +54,17 @@ class TaskActor:
         """Prepare the work and return the id of the process."""
         try:
             self._work = self._make_work()
-        except (InputError, OSError) as error:
+        except (InputError, OSError, MemoryError) as error:
             return error
         return os.getpid()
 
     def run(self, task: Any) -> Any:
-        """Return the result of a task, or an InputError or OSError as a value."""
+        """Return the result of a task, or an InputError, OSError or MemoryError as a value."""
         assert self._work is not None
         self._report(0)
         try:
             return self._work(task, self._report)
-        except (InputError, OSError) as error:
+        except (InputError, OSError, MemoryError) as error:
             return error
 
     def _report(self, done: int) -> None:
@@ -84,10 +84,44 @@ def _exit_without_parent(parent: int) -> None:
     os._exit(1)
 
 
+class ClusterWatch:
+    """Looks whether the head of a cluster and this machine's node still accept connections, at HOST:PORT each."""
+
+    def __init__(self, head: str, node: str) -> None:
+        self.head, self.node = head, node
+        self._answered_at = time.monotonic()
+
+    @classmethod
+    def of(cls, ray: Any) -> "ClusterWatch":
+        """Watch the cluster to which Ray is connected."""
+        context = ray.get_runtime_context()
+        [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        return cls(context.gcs_address, f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+
+    def find_silent(self) -> str | None:
+        """Return what does not answer now, in words."""
+        if not is_listening(self.head):
+            return f"the Ray cluster at {self.head}"
+        return None if is_listening(self.node) else f"this machine's node of the Ray cluster at {self.node}"
+
+    def check(self) -> None:
+        """Raise ClusterGoneError if one of them has not answered for some seconds: Ray would soon end this process."""
+        now, silent = time.monotonic(), self.find_silent()
+        if silent is None:
+            self._answered_at = now
+        elif now - self._answered_at > _SILENT_SECONDS:
+            raise ClusterGoneError(f"{silent} is gone")
+
+
 @dataclass(eq=False)
 class _Task:
     number: int
     argument: Any
+
+
+@dataclass(frozen=True)
+class _Death:
+    reason: str
 
 
 class ActorPool:
@@ -100,21 +134,17 @@ class ActorPool:
     """
 
     def __init__(self, ray: Any, make_work: Callable[[], Work], options: ActorOptions) -> None:
-        self._ray, self._options = ray, options
+        self._ray, self._options, self._watch = ray, options, ClusterWatch.of(ray)
         self._make_work = ray.put(make_work)
         needs = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
         # Two threads: one runs the task, the other tells its progress.
         self._actor_class = ray.remote(**needs, max_restarts=0, max_concurrency=2)(TaskActor)
-        context = ray.get_runtime_context()
-        self._head = context.gcs_address
-        [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
-        self._node = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        self._actors: dict[Any, int] = {}  # to the id of its process, 0 while it starts
+        self._actors: set[Any] = set()
         self._free: deque[Any] = deque()
         self._running: dict[Any, tuple[Any, _Task | None]] = {}  # reference -> actor, its task (None: its start)
         self._asked: dict[Any, Any] = {}  # reference of the progress -> actor
+        self._checked: dict[Any, Any] = {}  # the same of actors without a task, after another died
         self._failed_starts = 0
-        self._answered_at = time.monotonic()
         self._polled_at = self._grown_at = float("-inf")
 
     def __enter__(self) -> "ActorPool":
@@ -125,11 +155,6 @@ class ActorPool:
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors.clear()
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that have started."""
-        return [pid for pid in self._actors.values() if pid]
 
     def run(
         self,
@@ -144,8 +169,8 @@ class ActorPool:
             tasks: The tasks, taken one by one as actors become free.
             on_death: Called with a task whose actor died, and why; raises InputError if it must not be tried again.
             on_progress: Called with a task and how much of it is done; 0 if it begins anew.
-            window: Tasks that may begin beyond the first that is not finished; results then come in the order of the
-                tasks. None for results in the order in which they are finished.
+            window: Tasks that may begin beyond the first that is not finished, or two for each actor if that is more;
+                results then come in the order of the tasks. None for results in the order in which they are finished.
 
         Raises:
             InputError: A task or the start of an actor raised it, `on_death` raised it, or actors die while they start.
@@ -160,24 +185,24 @@ class ActorPool:
             self._grow()
             while self._free and again:
                 self._begin(again.popleft())
-            while self._free and following and (window is None or following.number < ordered.next_index + window):
+            ahead = None if window is None else ordered.next_index + max(window, 2 * len(self._actors))
+            while self._free and following and (ahead is None or following.number < ahead):
                 self._begin(following)
                 following = next(numbered, None)
             for reference in self._wait(on_progress):
                 actor, task = self._running.pop(reference)
-                try:
-                    result = self._get(reference)
-                except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError) as error:
-                    self._check_cluster()
-                    self._discard(actor, task, _describe_death(error))
+                result = self._get(reference)
+                if isinstance(result, _Death):
+                    self._watch.check()
+                    self._discard(actor, task, result.reason)
                     if task:
                         on_progress(task.argument, 0)
-                        on_death(task.argument, _describe_death(error))
+                        on_death(task.argument, result.reason)
                         again.append(task)
                     continue
                 self._free.append(actor)
                 if task is None:
-                    self._failed_starts, self._actors[actor] = 0, result
+                    self._failed_starts = 0
                 elif window is None:
                     yield task.argument, result
                 else:
@@ -201,7 +226,7 @@ class ActorPool:
             count = max(1, int(self._ray.cluster_resources().get(name, 1)) // needed)
         while len(self._actors) < count:
             actor = self._actor_class.remote(self._make_work, str(Path.cwd()))
-            self._actors[actor] = 0
+            self._actors.add(actor)
             self._running[actor.start.remote()] = actor, None
 
     def _wait(self, on_progress: Callable[[Any, int], None]) -> list[Any]:
@@ -209,23 +234,16 @@ class ActorPool:
         now = time.monotonic()
         if now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
-            self._check_cluster()
+            self._watch.check()
             self._ask_progress()
-        done, _ = self._ray.wait([*self._running, *self._asked], num_returns=1, timeout=_POLL_SECONDS)
+        references = [*self._running, *self._asked, *self._checked]
+        done, _ = self._ray.wait(references, num_returns=1, timeout=_POLL_SECONDS)
         for reference in done:
             if reference in self._asked:
                 self._tell_progress(reference, on_progress)
+            elif reference in self._checked:
+                self._free_if_alive(self._checked.pop(reference), reference)
         return [reference for reference in done if reference in self._running]
-
-    def _check_cluster(self) -> None:
-        """Raise ClusterGoneError if the head or this machine's node is dead: Ray would soon end this process."""
-        now = time.monotonic()
-        silent = [address for address in (self._head, self._node) if not is_listening(address)]
-        if not silent:
-            self._answered_at = now
-        elif now - self._answered_at > _SILENT_SECONDS:
-            what = "the Ray cluster" if silent[0] == self._head else "this machine's node of the Ray cluster"
-            raise ClusterGoneError(f"{what} at {silent[0]} is gone")
 
     def _ask_progress(self) -> None:
         asked = set(self._asked.values())
@@ -243,19 +261,42 @@ class ActorPool:
             if running is actor and task is not None:
                 on_progress(task.argument, done)
 
+    def _check_free(self) -> None:
+        """Give no task to a free actor before it answers: what ended one actor may have ended it, too."""
+        while self._free:
+            actor = self._free.popleft()
+            self._checked[actor.progress.remote()] = actor
+
+    def _free_if_alive(self, actor: Any, reference: Any) -> None:
+        try:
+            self._ray.get(reference)
+        except self._ray.exceptions.RayError:
+            self._actors.discard(actor)
+            self._grown_at = float("-inf")
+            self._ray.kill(actor)
+        else:
+            self._free.append(actor)
+
     def _get(self, reference: Any) -> Any:
+        """Return the result of a task or start, or the death of its actor; raise the error that it returned."""
+        errors = self._ray.exceptions
         try:
             result = self._ray.get(reference)
-        except self._ray.exceptions.RaySystemError as error:
-            raise ClusterGoneError(f"the Ray cluster at {self._head} is gone: {first_line(error)}") from None
+        except errors.RaySystemError as error:
+            raise ClusterGoneError(f"the Ray cluster at {self._watch.head} is gone: {first_line(error)}") from None
+        except (errors.RayActorError, errors.OutOfMemoryError) as error:
+            return _Death(_describe_death(error))
+        if isinstance(result, MemoryError):  # what it holds may be in no good state: begin with a new process
+            return _Death(f"it ran out of memory: {first_line(result)}" if str(result) else "it ran out of memory")
         if isinstance(result, InputError | OSError):
             raise result
         return result
 
     def _discard(self, actor: Any, task: _Task | None, reason: str) -> None:
-        del self._actors[actor]
+        self._actors.discard(actor)
         self._grown_at = float("-inf")
         self._ray.kill(actor)  # if it only could not be reached
+        self._check_free()
         if task is None:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:

@@ -43,10 +43,7 @@ def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Any]:
     Raises:
         InputError: Ray is not installed, the address is none, or no cluster of the same versions answers there.
     """
-    if address != LOCAL and not _is_address(address):
-        raise InputError(f"`ray` must be HOST:PORT of a cluster's head, or local, but got {address!r}")
-    if importlib.util.find_spec("ray") is None:
-        raise InputError("`ray` needs Ray: pip install 'exitwise[ray]'")
+    check_ray(address)
     if address != LOCAL:
         _check_cluster(address)
     for name, value in _SETTINGS.items():
@@ -97,6 +94,14 @@ def _sigterm_handler(handler: Any) -> Iterator[None]:
         raise (exits or [error])[0] from None
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def check_ray(address: str) -> None:
+    """Raise InputError unless Ray is installed and the address can be one."""
+    if address != LOCAL and not _is_address(address):
+        raise InputError(f"`ray` must be HOST:PORT of a cluster's head, or local, but got {address!r}")
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("`ray` needs Ray: pip install 'exitwise[ray]'")
 
 
 def _is_address(text: str) -> bool:

@@ -18,7 +18,7 @@ from exitwise.calibration.trace_folder import remove_trace_folder
 from exitwise.core.distributed import rank, world_size
 from exitwise.core.errors import InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
-from exitwise.core.ray_cluster import ray_cluster
+from exitwise.core.ray_driver import RayDriver
 from exitwise.models.cascade import Cascade
 from exitwise.models.input_batches import Progress
 from exitwise.models.net import MultiExitNet
@@ -188,10 +188,10 @@ def _collect_on_ray(
 ) -> Trace:
     images = {"val": splits.val, "test": splits.test, "train": splits.train if with_train else None}
     workers, accelerator = options.machine.workers or None, options.machine.accelerator
-    with ray_cluster(str(options.ray), workers) as ray:
-        on_gpu = accelerator == "cuda" or (accelerator == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    with RayDriver(str(options.ray), workers) as driver:
+        on_gpu = accelerator == "cuda" or (accelerator == "auto" and driver.resources.get("GPU", 0) > 0)
         return collect_on_ray(
-            ray,
+            driver,
             net,
             build,
             images,

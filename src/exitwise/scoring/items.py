@@ -3,6 +3,7 @@
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -126,8 +127,10 @@ def locate(storage: Storage, folder: str, name: str, id: str | None = None) -> I
     if not is_uri(name):
         path = storage.name(name if name.startswith("/") else f"{folder}/{name}")
     size = mtime = None
-    if storage.is_local and not is_uri(name) and (entry := storage.stat(path)) is not None:
-        size, mtime = entry.size, entry.mtime
+    if storage.is_local and not is_uri(name):
+        with suppress(OSError):  # such as a folder that must not be read: the image gets a row with the error
+            entry = storage.stat(path)
+            size, mtime = (None, None) if entry is None else (entry.size, entry.mtime)
     return Item(to_utf8(name) if id is None else id, os.fsencode(path), None, size, mtime)
 
 

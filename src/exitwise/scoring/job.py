@@ -199,6 +199,8 @@ def open_job(
             )
         return former
     _check_free(storage, folder)
+    for place in (folder, f"{folder}/plan"):
+        storage.remove_partial(place)
     summary = plan.write_plan(storage, f"{folder}/plan", source, listing.shards)
     job = Job(
         storage,
@@ -254,7 +256,8 @@ def _check_free(storage: Storage, folder: str) -> None:
     if not entry.is_folder:
         raise InputError(f"{storage.name(folder)} exists and is not a folder")
     known = {JOB_FILE, LOCK_FILE, *_FOLDERS}
-    other = [found.name for found in storage.list_folder(folder) if found.name not in known]
+    names = [found.name for found in storage.list_folder(folder)]
+    other = [name for name in names if name not in known and not name.startswith(f".{JOB_FILE}.")]
     if other:
         raise InputError(f"{storage.name(folder)} exists and is not a job: it holds {other[0]!r}; choose another --out")
 

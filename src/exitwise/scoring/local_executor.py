@@ -58,11 +58,6 @@ class LocalExecutor:
     ) -> None:
         self._end_workers()
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that run now."""
-        return [worker.process.pid for worker in self._workers]
-
     def _start_worker(self) -> None:
         self._workers.append(_Worker(self._bundle, self._threads, self._messages))
 
@@ -151,7 +146,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a library may print names of files in any encoding
         )
         self._last_lines: deque[str] = deque(maxlen=5)
         self._readers = [

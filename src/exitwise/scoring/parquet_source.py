@@ -80,6 +80,8 @@ def _open(storage: Storage, path: str) -> Iterator[Any]:
     try:
         with storage.open(path) as opened, parquet.ParquetFile(opened) as file:
             yield file
+    except MemoryError:  # some of pyarrow's are both: the process has too little, and the file is good
+        raise
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{storage.name(path)} cannot be read as Parquet ({describe_error(error)})") from None
 

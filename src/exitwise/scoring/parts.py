@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from exitwise.core.errors import InputError
-from exitwise.scoring.storage import Storage
+from exitwise.scoring.storage import Storage, is_damage
 
 COLUMNS = ("id", "path", "label", "class", "confidence", "exit", "cost", "error", "bundle")
 SET, ABSTAINED = "set", "abstained"  # columns of bundles with prediction sets and with an abstention
@@ -151,7 +151,9 @@ def read_counts(storage: Storage, path: str, job: str) -> ShardCounts:
             metadata = parquet.read_metadata(file)
         data = json.loads(metadata.metadata[_METADATA])
         counts = ShardCounts.from_dict(data["counts"])
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        if not is_damage(storage, error):
+            raise
         raise InputError(f"{name} is damaged: delete it, and the same command scores its images again") from None
     if data.get("job") != job or counts.images != metadata.num_rows:
         raise InputError(f"{name} is of another job: delete it, and the same command scores its images again")

@@ -10,7 +10,7 @@ import numpy as np
 
 from exitwise.core.errors import InputError
 from exitwise.scoring.items import Item
-from exitwise.scoring.storage import Storage
+from exitwise.scoring.storage import Storage, is_damage
 
 _SHARDS_PER_FILE = 256
 
@@ -122,7 +122,9 @@ def _open(storage: Storage, path: str) -> Any:
 
     try:
         return parquet.ParquetFile(BytesIO(storage.read(path)) if storage.is_local else storage.open(path))
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException) as error:
+        if not isinstance(error, FileNotFoundError) and not is_damage(storage, error):
+            raise
         raise InputError(f"{storage.name(path)} is missing or damaged: start the job anew with --force") from None
 
 

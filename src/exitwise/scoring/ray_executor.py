@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from exitwise.core.checks import check_integer
 from exitwise.core.errors import InputError
-from exitwise.core.ray_actors import ActorOptions, ActorPool, Work
-from exitwise.core.ray_cluster import LOCAL, ClusterGoneError, ray_cluster
+from exitwise.core.ray_actors import ActorOptions, Work
+from exitwise.core.ray_cluster import LOCAL, ClusterGoneError
+from exitwise.core.ray_driver import DriverPool, RayDriver
 from exitwise.scoring.attempts import DeathCounter
 from exitwise.scoring.executors import Event, ShardProgress
 from exitwise.scoring.job import Job
@@ -63,15 +64,15 @@ class RayExecutor:
         self._workers = None if workers is None else check_integer("workers", workers, 1)
         self._threads = check_integer("threads", threads, 1)
         self._stack = ExitStack()
-        self._pool: ActorPool | None = None
+        self._pool: DriverPool | None = None
 
     def __enter__(self) -> Self:
         cpus = None if self._workers is None else self._workers * self._threads
         with ExitStack() as stack:
-            ray = stack.enter_context(ray_cluster(self._address, cpus))
+            driver = stack.enter_context(RayDriver(self._address, cpus))
             make_scorer = _MakeScorer(self._bundle, self._threads, self._address != LOCAL)
             options = ActorOptions(self._workers, num_cpus=self._threads)
-            self._pool = stack.enter_context(ActorPool(ray, make_scorer, options))
+            self._pool = stack.enter_context(DriverPool(driver, make_scorer, options))
             self._stack = stack.pop_all()
         return self
 
@@ -80,11 +81,6 @@ class RayExecutor:
     ) -> None:
         self._pool = None
         self._stack.__exit__(kind, error, trace)
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes of the actors that have started, on their nodes."""
-        return self._pool.process_ids if self._pool else []
 
     def run(self, job: Job, shards: Sequence[int], on_event: Callable[[Event], None]) -> None:
         """Score the shards; see `Executor.run`."""

@@ -1,7 +1,9 @@
 """Scoring of a source with a bundle: begin or resume a job, run its shards, and summarize it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from exitwise.scoring.parts import ShardCounts
 from exitwise.scoring.ray_executor import RayExecutor
 from exitwise.scoring.shard_scorer import ShardReport
 from exitwise.scoring.storage import Storage, describe_job_error, is_uri, open_location
+
+_REMOTE_READS = 16  # parts that are read at a time
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class ScoreSummary(Result):
     Args:
         out: The folder of the job.
         images: Number of rows.
+        shards: Number of shards, and so of parts.
         errors: Number of rows with an error.
         exits: Number of rows without an error at each exit, counted from 0.
         mean_cost: Mean cost of the rows without an error, None if there are none.
@@ -74,6 +79,7 @@ class ScoreSummary(Result):
 
     out: str
     images: int
+    shards: int
     errors: int
     exits: Mapping[int, int]
     mean_cost: float | None
@@ -159,15 +165,21 @@ def score(
         executor = RayExecutor(bundle, ray, workers, threads)
     elif executor is None:
         executor = LocalExecutor(bundle, 1 if workers is None else workers, threads)
-    with locked(storage, folder):
+    with locked(storage, folder), _short_errors(storage.name(folder)):
         if force:
             remove_job(storage, folder)
         with executor:
-            try:
-                job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
-                return _run(job, executor, manifest, on_progress)
-            except OSError as error:
-                raise InputError(describe_job_error(error, storage.name(folder))) from None
+            job = open_job(storage, folder, location, str(source), fingerprint, options, columns, job_versions())
+            return _run(job, executor, manifest, on_progress)
+
+
+@contextmanager
+def _short_errors(folder: str) -> Iterator[None]:
+    """Raise an InputError that names the file or the folder of the job in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(describe_job_error(error, folder)) from None
 
 
 def _load_manifest(bundle: Path, keep_budget: bool) -> Manifest:
@@ -185,9 +197,7 @@ def _run(
     """Score the shards without a part, and summarize all."""
     done = [shard for shard in parts.list_parts(job.storage, job.parts_folder) if shard < job.plan.shards]
     job.storage.remove_partial(job.parts_folder)
-    former = sum(
-        (parts.read_counts(job.storage, job.part_path(shard), job.fingerprint) for shard in done), ShardCounts()
-    )
+    former = _read_counts(job, done)
     progress = _Progress(job, former, manifest.costs.unit, on_progress)
     todo = sorted(set(range(job.plan.shards)) - set(done))
     if todo:
@@ -200,6 +210,7 @@ def _run(
     return ScoreSummary(
         out=job.storage.name(job.folder),
         images=counts.images,
+        shards=job.plan.shards,
         errors=counts.errors,
         exits=counts.exits,
         mean_cost=counts.mean_cost,
@@ -213,6 +224,21 @@ def _run(
         read_share=progress.read_seconds / progress.worker_seconds if progress.worker_seconds else None,
         bundle=job.bundle,
     )
+
+
+def _read_counts(job: Job, shards: Sequence[int]) -> ShardCounts:
+    """Return the counts of the parts of shards; remote ones are read many at a time, as each waits for the network."""
+
+    def read(shard: int) -> ShardCounts:
+        return parts.read_counts(job.storage, job.part_path(shard), job.fingerprint)
+
+    if job.storage.is_local:
+        return sum(map(read, shards), ShardCounts())
+    total = ShardCounts()
+    with ThreadPoolExecutor(_REMOTE_READS) as pool:
+        for start in range(0, len(shards), _REMOTE_READS * 16):  # an error ends it soon
+            total = sum(pool.map(read, shards[start : start + _REMOTE_READS * 16]), total)
+    return total
 
 
 def _remove_attempts(storage: Storage, folder: str) -> None:

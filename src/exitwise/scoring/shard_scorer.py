@@ -22,7 +22,10 @@ from exitwise.scoring.job import Job, bundle_fingerprint
 from exitwise.scoring.parts import ABSTAINED, SET, ShardCounts
 from exitwise.scoring.storage import Locations, is_uri, open_location
 
-_OUT_OF_MEMORY = re.compile("allocate memory|bad.?alloc", re.IGNORECASE)  # in errors of onnxruntime
+# In errors of onnxruntime and of opening a file, but not in names of files.
+_OUT_OF_MEMORY = re.compile(
+    r"cannot run on its inputs: .*(allocate memory|bad.?alloc)|\(cannot allocate memory\)$", re.I
+)
 
 
 @dataclass(frozen=True)

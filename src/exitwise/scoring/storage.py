@@ -17,6 +17,7 @@ from exitwise.core.files import atomic_write, remove_partial_files
 T = TypeVar("T")
 
 _TRIES, _PAUSE = 4, 0.5  # of a remote operation; the pause in seconds doubles
+_GOOGLE_SECONDS = 15  # of the retries of Google's library in each try
 _READ_BYTES = 4 << 20  # of a remote file that is read in order: one round trip for many small members
 _FINAL_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -176,6 +177,16 @@ def describe_job_error(error: OSError, folder: str) -> str:
     return f"{error.filename or folder}: {describe_error(error)}. What is scored stays; the same command resumes"
 
 
+def is_damage(storage: Storage, error: Exception) -> bool:
+    """Return whether an error of reading a Parquet file means damage, not a lack of memory or of a connection.
+
+    pyarrow raises an `OSError` without a number for damaged metadata, and for a connection that fails.
+    """
+    if isinstance(error, MemoryError):  # some of pyarrow's are also an `ArrowException`
+        return False
+    return not isinstance(error, OSError) or (error.errno is None and storage.is_local)
+
+
 def open_in_order(storage: Storage, path: str) -> Any:
     """Open a file that is read from its beginning to its end, with few requests if it is remote."""
     file = storage.open(path)
@@ -221,7 +232,7 @@ def open_location(location: str, argument: str) -> tuple[Storage, str]:
     from pyarrow import fs, lib
 
     try:
-        file_system, path = fs.FileSystem.from_uri(location)
+        file_system, path = fs.FileSystem.from_uri(_limit_retries(location))
     except (OSError, ValueError, NotImplementedError, lib.ArrowException) as error:
         raise InputError(f"`{argument}`: {location} cannot be opened ({describe_error(error)})") from None
     if isinstance(file_system, fs.LocalFileSystem):
@@ -230,6 +241,13 @@ def open_location(location: str, argument: str) -> tuple[Storage, str]:
     bare = location.partition("?")[0].rstrip("/")
     prefix = bare[: len(bare) - len(path)] if bare.endswith(path) else f"{location.partition('://')[0]}://"
     return RemoteStorage(file_system, prefix), path
+
+
+def _limit_retries(location: str) -> str:
+    """Return a URI of Google's storage with a limit of its retries: by default it tries for fifteen minutes."""
+    if not location.startswith(("gs://", "gcs://")) or "retry_limit_seconds" in location:
+        return location
+    return f"{location}{'&' if '?' in location else '?'}retry_limit_seconds={_GOOGLE_SECONDS}"
 
 
 class Locations:
