@@ -72,7 +72,7 @@ def test_cuts_are_compared_in_the_order_of_the_folders(tmp_path: Path, monkeypat
         torch.testing.assert_close(module(x), expected)
         return SimpleNamespace(names=("1",))
 
-    monkeypatch.setattr("exitwise.runs.named.best_cuts", compare)
+    monkeypatch.setattr("exitwise.runs.attached.best_cuts", compare)
     splits: Any = SimpleNamespace(train=images, val=images)
     net = attach_to_named(named, AttachOptions(attach="best"), splits, train_last=False, seed=0)
     torch.testing.assert_close(net(x)[-1], expected)

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from exitwise import data
 from exitwise.core.errors import InputError
@@ -51,14 +52,31 @@ def build_attached_net(
         return net
     with temporary_seed(seed):
         example = torch.rand(1, *shape)
-        if attached.attach == "best":
-            exits = attached.exits or 0
-            cuts = best_cuts(net.eval(), splits.train, splits.val, exits=exits, example_inputs=example, seed=seed)
-            if is_rank_zero():
-                print(cuts, file=sys.stderr)
-            return attach(net, list(cuts.names), head=attached.head or "mlp", example_inputs=example)
-        at = attached.attach if attached.attach == "auto" else attached.attach.split(",")
-        return attach(net.eval(), at, head=attached.head or "mlp", exits=attached.exits, example_inputs=example)
+        at, exits = choose_cuts(net.eval(), attached, splits, example, seed)
+        return attach(net, at, head=attached.head or "mlp", exits=exits, example_inputs=example)
+
+
+def choose_cuts(
+    module: nn.Module, attached: AttachOptions, splits: data.Splits[Any], example: Any, seed: int
+) -> tuple[str | list[str], int | None]:
+    """Return where to attach exits to a trained module, and how many, as `attach` takes them; print the best cuts.
+
+    Args:
+        module: The module in evaluation mode.
+        attached: The exits: auto or best with their number, or names joined by commas.
+        splits: The images on which cuts are compared.
+        example: Inputs of the module for at least one sample.
+        seed: Seed of the comparison.
+    """
+    at = str(attached.attach)
+    if at == "auto":
+        return at, attached.exits
+    if at != "best":
+        return at.split(","), attached.exits
+    cuts = best_cuts(module, splits.train, splits.val, exits=attached.exits or 0, example_inputs=example, seed=seed)
+    if is_rank_zero():
+        print(cuts, file=sys.stderr)
+    return list(cuts.names), None
 
 
 def warn_of_last_exit(net: MultiExitNet, splits: data.Splits[Any]) -> None:
