@@ -20,26 +20,23 @@ from exitwise.runs.options import AttachOptions, DataOptions
 DEFAULT_EXITS = 4
 
 
-def build_named_for(
-    name: str, source: DataOptions, attached: AttachOptions, train_last: bool, seed: int
-) -> NamedModule:
+def build_named_for(name: str, source: DataOptions, attached: AttachOptions, seed: int) -> NamedModule:
     """Build a network by name for the classes of a dataset, before any time is spent on its images.
 
     Args:
         name: Name with the prefix of its library, such as "timm:resnet50".
         source: The dataset, whose image size wins over the network's own.
-        attached: The file of weights.
-        train_last: Whether the last layer is trained, and may have other classes than the weights.
+        attached: The file of weights, and whether the last layer is trained, which may then have other classes.
         seed: Seed of a new last layer.
     """
-    if train_last and attached.attach == "best":
+    if attached.last and attached.attach == "best":
         raise InputError("--attach best compares cuts by the last layer, but --last trains it: give auto or names")
     dataset = data.get_dataset(str(source.data))
     images, _ = data.load(str(source.data), source.root, skip_unreadable=False, fetch=source.download)
     size = dataset.size or source.image_size
     weights = PRETRAINED if attached.weights is None else attached.weights
     with temporary_seed(seed):
-        if attached.weights is None and not train_last:
+        if attached.weights is None and not attached.last:
             named = models.build_named(name, weights=weights, image_size=size)
             _check_classes(named, len(images.classes))
         else:
@@ -49,23 +46,20 @@ def build_named_for(
     return named
 
 
-def attach_to_named(
-    named: NamedModule, attached: AttachOptions, splits: data.Splits[Any], train_last: bool, seed: int
-) -> MultiExitNet:
+def attach_to_named(named: NamedModule, attached: AttachOptions, splits: data.Splits[Any], seed: int) -> MultiExitNet:
     """Attach exits to a network by name; its last layer gets the order of the dataset's classes.
 
     Args:
         named: The network.
-        attached: Where exits are attached, and their heads.
+        attached: Where exits are attached, and their heads. A last layer that is trained has the dataset's order anyway.
         splits: The images.
-        train_last: Whether the last layer is trained, so that its classes have the order of the dataset already.
         seed: Seed of the new heads.
     """
     attached = replace(attached, attach=attached.attach or "auto")
     if attached.attach in ("auto", "best"):
         attached = replace(attached, exits=attached.exits or DEFAULT_EXITS)
     order = None
-    if named.classes is not None and not train_last:
+    if named.classes is not None and not attached.last:
         order = _order_of_rows([_fold(name) for name in named.classes], [_fold(name) for name in splits.train.classes])
     with temporary_seed(seed):
         if attached.attach == "best" and order is not None:  # the accuracy of the last exit counts, too

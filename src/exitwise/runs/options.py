@@ -16,7 +16,7 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 NET_HELP = "Your own net: package.module:function, which returns a MultiExitNet; repeated for the nets of a cascade."
 
-MODEL_HELP = "Model preset, see `exitwise models`; for train-heads also timm:NAME, torchvision:NAME or hf:REPOSITORY."
+MODEL_HELP = "Model preset, see `exitwise models`; or timm:NAME, torchvision:NAME or hf:REPOSITORY, which gets exits."
 
 RAY_HELP = "Run on a Ray cluster: HOST:PORT of its head, or `local` for one on this machine that ends with the command."
 
@@ -101,6 +101,9 @@ class AttachOptions:
         Literal["mlp", "linear", "conv"] | None,
         Option(help="Kind of the new heads; conv has convolutions of its own for large maps.", show_default="mlp"),
     ] = None
+    last: Annotated[
+        bool, Option("--last", help="Train the last layer together with the new heads, such as for new classes.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,6 @@ class ExecutionOptions:
 class HeadTrainOptions:
     """Options of a training of the heads on a frozen backbone; None means the recipe's default."""
 
-    last: Annotated[bool, Option("--last", help="Train the last head, too.")] = False
     epochs: Annotated[int | None, Option(help="Epochs.", show_default="the recipe's")] = None
     batch_size: Annotated[int | None, Option(help="Batch size.", show_default="the recipe's")] = None
     lr: Annotated[float | None, Option(help="Initial learning rate.", show_default="the recipe's")] = None
