@@ -50,8 +50,9 @@ def train(
     for bit. The run keeps the weights of the epoch with the best validation accuracy at the last exit.
 
     With --attach and --weights, or with a network of another library such as --model timm:resnet50, exits are added to
-    a trained network and trained together with all its layers (recipe `joint`). Epochs in which the last exit loses more than --max-drop are not kept; of the others, the one with the
-    best mean accuracy over the exits is. `exitwise train-heads` leaves the network as it is, and is faster.
+    a trained network and trained together with all its layers (recipe `joint`). Epochs in which the last exit loses
+    more than --max-drop are not kept; of the others, the one with the best mean accuracy over the exits is.
+    `exitwise train-heads` leaves the network as it is, and is faster.
     """
     from exitwise.cli.progress import TrainingProgress
     from exitwise.runs.train import resume_run, train_new_run

@@ -51,7 +51,7 @@ def attach_to_named(named: NamedModule, attached: AttachOptions, splits: data.Sp
 
     Args:
         named: The network.
-        attached: Where exits are attached, and their heads. A last layer that is trained has the dataset's order anyway.
+        attached: Where exits are attached, and their heads. A last layer that is trained learns the dataset's order.
         splits: The images.
         seed: Seed of the new heads.
     """
