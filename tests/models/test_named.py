@@ -68,6 +68,31 @@ def test_timm_images_are_those_of_its_own_transform(name: str) -> None:
     torch.testing.assert_close(prepared(named.preprocessing, photo(700, 500)), expected, rtol=0, atol=1e-5)  # rounding
 
 
+@pytest.mark.slow
+def test_images_of_every_timm_configuration_are_those_of_its_own_transform() -> None:
+    """One network of each preprocessing that timm knows, at most 256 pixels large: about a hundred."""
+    import timm
+    from timm.data import create_transform, resolve_data_config
+
+    from exitwise.models.named import timm_models
+
+    image, seen = photo(420, 300), set()
+    for name in timm.list_models():
+        config = timm_models._config(timm, name)
+        try:
+            preprocessing = timm_models._preprocessing(name, config, None)
+        except ew.InputError:  # not square, or a crop that exitwise does not have
+            continue
+        if preprocessing.size > 256 or preprocessing in seen:
+            continue
+        seen.add(preprocessing)
+        transform = create_transform(**resolve_data_config({}, pretrained_cfg=config), is_training=False)
+        torch.testing.assert_close(  # rounding
+            prepared(preprocessing, image), transform(image), rtol=0, atol=1e-5, msg=lambda text, name=name: name + text
+        )
+    assert len(seen) > 50
+
+
 def test_torchvision_images_are_those_of_its_own_transform() -> None:
     from torchvision.models import ResNet18_Weights
 
@@ -312,6 +337,7 @@ def test_vision_transformers_are_built_for_the_size_of_their_images(
         ),
         ("timm:resnet18", {"num_classes": 1}, "`num_classes` must be a whole number from 2"),
         ("timm:test_vit", {"weights": None, "image_size": 50}, "timm:test_vit (refuses|could not be built)"),
+        ("timm:volo_d4_448", {}, "timm:volo_d4_448 scales images to 389 pixels and crops 448, which exitwise does not"),
         ("timm:resnet18", {"weights": "none.pth"}, "none.pth does not exist"),
         ("torchvision:resnet19", {}, "torchvision has no network 'resnet19'; did you mean 'resnet1"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, "is not an image classifier: it detects"),

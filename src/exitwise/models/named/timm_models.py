@@ -102,5 +102,7 @@ def _preprocessing(name: str, config: Mapping[str, Any], image_size: int | None)
         raise InputError(f"{name} crops images in a way that exitwise does not have: crop_mode={mode!r}")
     mean, std = config.get("mean") or (0.485, 0.456, 0.406), config.get("std") or (0.229, 0.224, 0.225)
     scaled = floor(height / (config.get("crop_pct") or 0.875))  # rounded down, as timm does
+    if scaled < height:
+        raise InputError(f"{name} scales images to {scaled} pixels and crops {height}, which exitwise does not do")
     preprocessing = Preprocessing(height, tuple(mean), tuple(std), scaled / height, interpolation, mode == "squash")
     return preprocessing if image_size is None else replace(preprocessing, size=image_size)
