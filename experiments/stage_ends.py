@@ -2,7 +2,7 @@
 
 usage: stage_ends.py RUNS
 
-Two networks of timm are trained on 12,000 images of Fashion-MNIST at 64 x 64 pixels, from random weights (weights stay
+Two networks of timm are trained on 8,000 images of Fashion-MNIST at 32 x 32 pixels, from random weights (weights stay
 in RUNS). Four exits are then attached in three ways: at cuts of equal cost, at those that `ew.best_cuts` chooses, and
 at the ends of the three stages before the last one, as timm's `feature_info` names them. Everything else is as in
 best_cuts.py: heads, budgets, test samples and bootstrap. Results go to experiments/best_cuts/stage_ends.json.
@@ -28,8 +28,8 @@ from exitwise.core.files import write_json
 from exitwise.core.seeds import temporary_seed
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
 
-EPOCHS = {"regnetx_002": 5, "resnet18": 3}
-SIZE, TRAIN, TEST, EXITS, LR = 64, 12_000, 5_000, 4, 0.1
+EPOCHS = {"regnetx_002": 5, "resnet18": 2}
+SIZE, TRAIN, TEST, EXITS, LR = 32, 8_000, 4_000, 4, 0.1
 HEADER = """\
 | network | cuts | of | mean cost | top-1 % | minus equal cost |
 |---|---|---|---|---|---|

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HEAD_EPOCHS = 3  # in which new heads are trained alone, before they are trained together with the network
-_LAST_EPOCHS = 10  # the same, with a new last layer, which becomes the teacher
+_NAMED_HEAD_EPOCHS = 10  # the same, of a network of another library, or with a new last layer, which becomes the teacher
+_NAMED_LR = 0.003  # its learning rate: .01 and more destroyed the features of a network within a few small epochs
 _MIN_BATCHES = 4  # per epoch, for a dataset that is smaller than one batch of the recipe
 
 
@@ -87,6 +88,8 @@ def train_new_run(
     """Create a run and train its net."""
     dataset, name = data.get_dataset(str(source.data)), net_name(source, net_options)
     recipe = make_recipe(options, dataset.recipe, JOINT if attached.attach or is_named(name) else None)
+    if is_named(name) and options.recipe is None and options.lr is None:
+        recipe = replace(recipe, lr=_NAMED_LR)
     seed = options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
     fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
@@ -112,7 +115,8 @@ def train_new_run(
             print(f"exitwise: trains with --precision bf16-mixed, because {reason}", file=sys.stderr)
     if new_net.has_exits_attached:  # every process does this, with the same result
         net.to(fabric.device)
-        _train_new_heads(net, splits, recipe, attached.last, seed, machine.workers, callback)
+        epochs = _NAMED_HEAD_EPOCHS if attached.last or new_net.named is not None else _HEAD_EPOCHS
+        _train_new_heads(net, splits, recipe, epochs, attached.last, seed, machine.workers, callback)
     fabric.launch()
     spec = TrainingSpec(
         recipe=recipe,
@@ -144,6 +148,7 @@ def _train_new_heads(
     net: MultiExitNet,
     splits: data.Splits[Any],
     recipe: Recipe,
+    epochs: int,
     train_last: bool,
     seed: int,
     workers: int,
@@ -157,7 +162,7 @@ def _train_new_heads(
         splits.train,
         splits.val,
         train_last=train_last,
-        epochs=_LAST_EPOCHS if train_last else _HEAD_EPOCHS,
+        epochs=epochs,
         distill=0.0 if train_last else recipe.distill,
         temperature=recipe.temperature,
         seed=seed,
