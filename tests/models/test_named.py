@@ -7,6 +7,7 @@ import re
 import socket
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from exitwise.core.image_files import decode_image
 from exitwise.models.named.build import rebuild_named
 from exitwise.models.named.hub_access import offline_without_network
 from exitwise.models.named.image_processor import preprocessing_of
+from exitwise.models.named.timm_models import stage_ends
 
 define_operators()
 pytest.importorskip("timm")
@@ -220,6 +222,27 @@ def test_exits_are_attached_to_networks_of_transformers(kind: str, tmp_path: Pat
     assert (named.preprocessing is None) == (kind == "text")
     net = ew.attach(f"hf:{folder}", exits=3)
     check_attached(net, named.module, named.example, tmp_path / "net.safetensors")
+
+
+@pytest.mark.slow
+def test_exits_are_attached_at_the_ends_of_stages() -> None:
+    named = ew.models.build_named("timm:test_resnet", 3, weights=None, image_size=32)
+    net = ew.attach(named, "stages", exits=3)
+    assert net.cuts == ("layer2", "layer3")
+    assert net.spec is not None
+    assert net.spec["attach"]["at"] == ["layer2", "layer3"]
+    with pytest.raises(ew.InputError, match=r"`exits` must be from 2 to 5 at the ends of the stages of timm:test_resn"):
+        ew.attach(named, "stages", exits=6)
+
+
+def test_stages_end_where_the_resolution_changes() -> None:
+    info = [{"module": f"blocks.{i}", "reduction": reduction} for i, reduction in enumerate((4, 4, 8, 16, 16, 32))]
+    network = SimpleNamespace(feature_info=info)
+    assert stage_ends("timm:some", network, None) == ["blocks.1", "blocks.2", "blocks.4"]
+    assert stage_ends("timm:some", network, 3) == ["blocks.2", "blocks.4"]
+    for without in (SimpleNamespace(), SimpleNamespace(feature_info=[{"module": "blocks.0", "reduction": 16}] * 3)):
+        with pytest.raises(ew.InputError, match="timm:some has no ends of stages"):
+            stage_ends("timm:some", without, None)
 
 
 def test_a_new_number_of_classes_keeps_the_pretrained_features(tmp_path: Path) -> None:

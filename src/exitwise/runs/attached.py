@@ -18,6 +18,8 @@ from exitwise.runs.leaks import last_exit_accuracy, warn_of_accuracies
 from exitwise.runs.nets import build_net
 from exitwise.runs.options import AttachOptions, NetOptions
 
+CHOICES = ("auto", "stages", "best")  # values of --attach that choose the cuts
+
 
 def check_attach_options(net: NetOptions, attached: AttachOptions, is_named: bool = False) -> None:
     """Raise `InputError` for options that do not go together, before any data are read.
@@ -31,8 +33,10 @@ def check_attach_options(net: NetOptions, attached: AttachOptions, is_named: boo
         return
     if attached.attach is not None and net.function is not None:
         raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
-    if attached.exits is not None and attached.attach not in ("auto", "best"):
-        raise InputError("--exits is for --attach auto and --attach best")
+    if attached.attach == "stages" and not is_named:
+        raise InputError("--attach stages is for networks of timm, such as --model timm:resnet50")
+    if attached.exits is not None and attached.attach not in CHOICES:
+        raise InputError(f"--exits is for --attach {', '.join(CHOICES[:-1])} and {CHOICES[-1]}")
     if attached.exits is None and attached.attach in ("auto", "best") and not is_named:
         raise InputError(f"--attach {attached.attach} needs the number of exits: give --exits")
     if attached.head is not None and attached.attach is None:
@@ -63,13 +67,13 @@ def choose_cuts(
 
     Args:
         module: The module in evaluation mode.
-        attached: The exits: auto or best with their number, or names joined by commas.
+        attached: The exits: auto, stages or best with their number, or names joined by commas.
         splits: The images on which cuts are compared.
         example: Inputs of the module for at least one sample.
         seed: Seed of the comparison.
     """
     at = str(attached.attach)
-    if at == "auto":
+    if at in ("auto", "stages"):
         return at, attached.exits
     if at != "best":
         return at.split(","), attached.exits

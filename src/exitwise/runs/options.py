@@ -86,14 +86,16 @@ class AttachOptions:
     attach: Annotated[
         str | None,
         Option(
-            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits.",
+            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits; or `stages`: at the "
+            "ends of the stages of timm:NAME.",
             show_default="auto for timm:NAME and the like",
         ),
     ] = None
     exits: Annotated[
         int | None,
         Option(
-            help="Number of exits for --attach: of about equal cost (auto), or where they are worth most (best).",
+            help="Number of exits for --attach: of about equal cost (auto), at the last stages (stages), or where they "
+            "are worth most (best).",
             show_default="4 for timm:NAME and the like",
         ),
     ] = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HEAD_EPOCHS = 3  # in which new heads are trained alone, before they are trained together with the network
-_NAMED_HEAD_EPOCHS = 10  # the same, of a network of another library, or with a new last layer, which becomes the teacher
+_NAMED_HEAD_EPOCHS = 10  # the same, of a network of another library, or with a new last layer
 _NAMED_LR = 0.003  # its learning rate: .01 and more destroyed the features of a network within a few small epochs
 _MIN_BATCHES = 4  # per epoch, for a dataset that is smaller than one batch of the recipe
 

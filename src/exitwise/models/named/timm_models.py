@@ -57,6 +57,29 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
     )
 
 
+def stage_ends(name: str, module: Any, exits: int | None) -> list[str]:
+    """Return the submodules that end a stage, without the last one, by timm's `feature_info`.
+
+    Args:
+        name: The network, for messages.
+        module: The network.
+        exits: Number of exits K, for the last K - 1 of them; None for all.
+
+    Raises:
+        InputError: The network has no stages, or fewer.
+    """
+    stages: dict[Any, str] = {}  # by their reduction: the last entry of each is its end
+    for info in getattr(module, "feature_info", None) or ():
+        if isinstance(info, Mapping) and info.get("module"):
+            stages[info.get("reduction")] = str(info["module"])
+    ends = list(stages.values())[:-1]
+    if not ends:
+        raise InputError(f"{name} has no ends of stages in timm's `feature_info`: choose cuts of equal cost, auto")
+    if exits is not None and not 2 <= exits <= len(ends) + 1:
+        raise InputError(f"`exits` must be from 2 to {len(ends) + 1} at the ends of the stages of {name}, not {exits}")
+    return ends if exits is None else ends[len(ends) + 1 - exits :]
+
+
 def list_models(pattern: str) -> list[dict[str, Any]]:
     """Return name, shape of the images and number of classes of the networks whose names match a pattern."""
     timm = require("timm", f"{PREFIX}:", PREFIX)
