@@ -86,8 +86,8 @@ class AttachOptions:
     attach: Annotated[
         str | None,
         Option(
-            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits; or `stages`: at the "
-            "ends of the stages of timm:NAME.",
+            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits, or `stages` for "
+            "the ends of the stages of timm:NAME.",
             show_default="auto for timm:NAME and the like",
         ),
     ] = None

@@ -59,8 +59,8 @@ def attach(
         module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c). Or
             the name of a classifier of another library: "timm:resnet50", "torchvision:resnet50" or
             "hf:microsoft/resnet-18"; or what `ew.models.build_named` made of one. The net then has its `preprocessing`.
-        at: Names of submodules, or "auto" to choose cuts of about equal cost. For a name of timm also "stages": the ends
-            of its stages.
+        at: Names of submodules, or "auto" to choose cuts of about equal cost. For a name of timm also "stages", the
+            ends of its stages.
         num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
             name, another number than that of the pretrained weights makes a new last layer, which must be trained.
         head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
