@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate, pad, relu
 
 import exitwise as ew
-from exitwise.models.cascade import MemberInput, resize_weights
+from exitwise.models.cascade_stages import MemberInput, resize_weights
 from exitwise.models.weights import load_module_weights
 from exitwise.runtime.onnx import Session
 

@@ -7,6 +7,7 @@ import re
 import socket
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from exitwise.core.image_files import decode_image
 from exitwise.models.named.build import rebuild_named
 from exitwise.models.named.hub_access import offline_without_network
 from exitwise.models.named.image_processor import preprocessing_of
+from exitwise.models.named.timm_models import stage_ends
 
 define_operators()
 pytest.importorskip("timm")
@@ -66,6 +68,31 @@ def test_timm_images_are_those_of_its_own_transform(name: str) -> None:
     transform = create_transform(**resolve_model_data_config(named.module), is_training=False)
     expected = transform(photo(700, 500))
     torch.testing.assert_close(prepared(named.preprocessing, photo(700, 500)), expected, rtol=0, atol=1e-5)  # rounding
+
+
+@pytest.mark.slow
+def test_images_of_every_timm_configuration_are_those_of_its_own_transform() -> None:
+    """One network of each preprocessing that timm knows, at most 256 pixels large: about a hundred."""
+    import timm
+    from timm.data import create_transform, resolve_data_config
+
+    from exitwise.models.named import timm_models
+
+    image, seen = photo(420, 300), set()
+    for name in timm.list_models():
+        config = timm_models._config(timm, name)
+        try:
+            preprocessing = timm_models._preprocessing(name, config, None)
+        except ew.InputError:  # not square, or a crop that exitwise does not have
+            continue
+        if preprocessing.size > 256 or preprocessing in seen:
+            continue
+        seen.add(preprocessing)
+        transform = create_transform(**resolve_data_config({}, pretrained_cfg=config), is_training=False)
+        torch.testing.assert_close(  # rounding
+            prepared(preprocessing, image), transform(image), rtol=0, atol=1e-5, msg=lambda text, name=name: name + text
+        )
+    assert len(seen) > 50
 
 
 def test_torchvision_images_are_those_of_its_own_transform() -> None:
@@ -197,6 +224,27 @@ def test_exits_are_attached_to_networks_of_transformers(kind: str, tmp_path: Pat
     check_attached(net, named.module, named.example, tmp_path / "net.safetensors")
 
 
+@pytest.mark.slow
+def test_exits_are_attached_at_the_ends_of_stages() -> None:
+    named = ew.models.build_named("timm:test_resnet", 3, weights=None, image_size=32)
+    net = ew.attach(named, "stages", exits=3)
+    assert net.cuts == ("layer2", "layer3")
+    assert net.spec is not None
+    assert net.spec["attach"]["at"] == ["layer2", "layer3"]
+    with pytest.raises(ew.InputError, match=r"`exits` must be from 2 to 5 at the ends of the stages of timm:test_resn"):
+        ew.attach(named, "stages", exits=6)
+
+
+def test_stages_end_where_the_resolution_changes() -> None:
+    info = [{"module": f"blocks.{i}", "reduction": reduction} for i, reduction in enumerate((4, 4, 8, 16, 16, 32))]
+    network = SimpleNamespace(feature_info=info)
+    assert stage_ends("timm:some", network, None) == ["blocks.1", "blocks.2", "blocks.4"]
+    assert stage_ends("timm:some", network, 3) == ["blocks.2", "blocks.4"]
+    for without in (SimpleNamespace(), SimpleNamespace(feature_info=[{"module": "blocks.0", "reduction": 16}] * 3)):
+        with pytest.raises(ew.InputError, match="timm:some has no ends of stages"):
+            stage_ends("timm:some", without, None)
+
+
 def test_a_new_number_of_classes_keeps_the_pretrained_features(tmp_path: Path) -> None:
     import transformers
 
@@ -312,6 +360,7 @@ def test_vision_transformers_are_built_for_the_size_of_their_images(
         ),
         ("timm:resnet18", {"num_classes": 1}, "`num_classes` must be a whole number from 2"),
         ("timm:test_vit", {"weights": None, "image_size": 50}, "timm:test_vit (refuses|could not be built)"),
+        ("timm:volo_d4_448", {}, "timm:volo_d4_448 scales images to 389 pixels and crops 448, which exitwise does not"),
         ("timm:resnet18", {"weights": "none.pth"}, "none.pth does not exist"),
         ("torchvision:resnet19", {}, "torchvision has no network 'resnet19'; did you mean 'resnet1"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, "is not an image classifier: it detects"),

@@ -199,6 +199,7 @@ def test_classes_in_another_order_are_mapped(place: Path, exitwise: Command) -> 
         (("--net", "mine:small", "--net", "mine:text"), "mine:text must return a network, or a network and its"),
         (("--net", "mine:small", "--net", "mine:nothing"), "mine:nothing could not be imported"),
         (("--net", "mine:small", "--net", "cifar100-smal"), "did you mean 'cifar100-small'?"),
+        (("--net", "mine:small", "--net", "timm:resnet18"), "`exitwise train-heads --model timm:resnet18` makes a run"),
         (("--net", "mine:small", "--net", "mine:large@big"), "must end in a size of images, such as @160"),
         ((*NETS, "--weights", "x.pth"), "`--weights` must give a file or - for each of 2 networks"),
         ((*NETS, "--weights", "x.pth", "--weights", "-"), "x.pth does not exist"),

@@ -863,8 +863,9 @@ def test_a_net_of_ones_own(tmp_path: Path, exitwise: Command, monkeypatch: pytes
         (["train-heads", "--net", "heads_net:net", "--attach", "auto"], "--attach is for nets by name"),
         (["train-heads", "--weights", "x.pth", "--attach", "auto"], "needs the number of exits: give --exits"),
         (["train-heads", "--weights", "x.pth", "--exits", "3"], "--exits is for --attach auto"),
+        (["train-heads", "--weights", "x.pth", "--attach", "stages"], "--attach stages is for networks of timm"),
         (["train-heads", "--weights", "x.pth", "--head", "conv"], "give --attach as well"),
-        (["train", "--last"], "--last is an option of `exitwise train-heads`"),
+        (["train", "--last"], "--last is for exits that are attached"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(

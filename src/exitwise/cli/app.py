@@ -18,6 +18,7 @@ from exitwise.cli.report import report
 from exitwise.cli.rivals import rivals
 from exitwise.cli.score import score
 from exitwise.cli.serve import serve
+from exitwise.cli.share import share
 from exitwise.cli.start import demo, models
 from exitwise.cli.train import collect, train, train_heads
 from exitwise.core.errors import AllRanksError, InputError
@@ -31,7 +32,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Train": (train, train_heads, cascade, collect),
     "Calibrate": (calibrate, ablate),
     "Decide": (evaluate, policies, rivals),
-    "Deploy": (bench, export, predict, score, serve),
+    "Deploy": (bench, export, predict, score, serve, share),
     "Inspect": (report, cost),
 }
 

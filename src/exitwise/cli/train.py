@@ -43,16 +43,16 @@ def train(
     force: ForceOption = False,
     as_json: JsonOption = False,
     freeze_backbone: Annotated[bool, typer.Option("--freeze-backbone", hidden=True)] = False,
-    last: Annotated[bool, typer.Option("--last", hidden=True)] = False,
 ) -> None:
     """Train a net on a dataset, with the paper's recipe or your own, on one device or many.
 
     `exitwise train --data digits` creates a run. After any interruption, `exitwise train RUN --resume` continues bit
     for bit. The run keeps the weights of the epoch with the best validation accuracy at the last exit.
 
-    With --attach and --weights, exits are added to a trained network and trained together with all its layers (recipe
-    `joint`). Epochs in which the last exit loses more than --max-drop are not kept; of the others, the one with the
-    best mean accuracy over the exits is. `exitwise train-heads` leaves the network as it is, and is faster.
+    With --attach and --weights, or with a network of another library such as --model timm:resnet50, exits are added to
+    a trained network and trained together with all its layers (recipe `joint`). Epochs in which the last exit loses
+    more than --max-drop are not kept; of the others, the one with the best mean accuracy over the exits is.
+    `exitwise train-heads` leaves the network as it is, and is faster.
     """
     from exitwise.cli.progress import TrainingProgress
     from exitwise.runs.train import resume_run, train_new_run
@@ -64,14 +64,10 @@ def train(
         for name in ("recipe", "compile", "precision", "max_drop"):
             if getattr(options, name) is not None:
                 raise InputError(f"--{name.replace('_', '-')} is not an option of train-heads")
-        only_heads = HeadTrainOptions(
-            last, options.epochs, options.batch_size, options.lr, options.distill, options.seed
-        )
+        only_heads = HeadTrainOptions(options.epochs, options.batch_size, options.lr, options.distill, options.seed)
         _train_heads(data, net, attached, only_heads, machine, out, force, as_json)
         print("exitwise: `train --freeze-backbone` is now `exitwise train-heads`", file=sys.stderr)
         return
-    if last:
-        raise InputError("--last is an option of `exitwise train-heads`")
     configure_logging()
     if resume:
         path = _run_to_resume(run, out, data, force)
@@ -254,7 +250,7 @@ def _options_of_new_data(data: DataOptions) -> dict[str, Any]:
 def _check_not_attached_again(run: Path, attached: AttachOptions) -> None:
     """Raise InputError if options that build the net of a new run are given for an existing one."""
     for field in fields(attached):
-        if getattr(attached, field.name) is not None:
+        if getattr(attached, field.name) not in (None, False):
             raise InputError(f"--{field.name} is for a new run: {run} has its exits and weights already")
 
 

@@ -260,7 +260,7 @@ def decode(
         return np.asarray(preprocessing.crop(image))
     if augmentation.resized_crop:
         box = _random_crop_box(image.width, image.height, draws[3:])
-        image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+        image = image.resize((size, size), Image.Resampling[preprocessing.interpolation.upper()], box=box)
     else:
         image = preprocessing.crop(image)
     if augmentation.padding:

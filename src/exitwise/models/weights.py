@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from exitwise import models
@@ -184,6 +185,13 @@ def load_net(path: str | Path) -> MultiExitNet:
     net = load_checkpoint(models.rebuild(spec), path).eval()
     net.base_sha256 = metadata.get("base")
     return net
+
+
+def read_base_hash(path: Path) -> str | None:
+    """Return the hash of the weights that a base network had when it was loaded, from a file that has been read."""
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata() or {})
+    return tensorfiles.check_format(path, header, FORMAT, VERSION).get("base") if "base" in header else None
 
 
 def check_rebuilt(

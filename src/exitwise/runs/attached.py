@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from exitwise import data
 from exitwise.core.errors import InputError
@@ -16,6 +17,8 @@ from exitwise.models.weights import load_checkpoint
 from exitwise.runs.leaks import last_exit_accuracy, warn_of_accuracies
 from exitwise.runs.nets import build_net
 from exitwise.runs.options import AttachOptions, NetOptions
+
+CHOICES = ("auto", "stages", "best")  # values of --attach that choose the cuts
 
 
 def check_attach_options(net: NetOptions, attached: AttachOptions, is_named: bool = False) -> None:
@@ -30,8 +33,10 @@ def check_attach_options(net: NetOptions, attached: AttachOptions, is_named: boo
         return
     if attached.attach is not None and net.function is not None:
         raise InputError("--attach is for nets by name: let the function of --net return exitwise.attach(...)")
-    if attached.exits is not None and attached.attach not in ("auto", "best"):
-        raise InputError("--exits is for --attach auto and --attach best")
+    if attached.attach == "stages" and not is_named:
+        raise InputError("--attach stages is for networks of timm, such as --model timm:resnet50")
+    if attached.exits is not None and attached.attach not in CHOICES:
+        raise InputError(f"--exits is for --attach {', '.join(CHOICES[:-1])} and {CHOICES[-1]}")
     if attached.exits is None and attached.attach in ("auto", "best") and not is_named:
         raise InputError(f"--attach {attached.attach} needs the number of exits: give --exits")
     if attached.head is not None and attached.attach is None:
@@ -51,14 +56,31 @@ def build_attached_net(
         return net
     with temporary_seed(seed):
         example = torch.rand(1, *shape)
-        if attached.attach == "best":
-            exits = attached.exits or 0
-            cuts = best_cuts(net.eval(), splits.train, splits.val, exits=exits, example_inputs=example, seed=seed)
-            if is_rank_zero():
-                print(cuts, file=sys.stderr)
-            return attach(net, list(cuts.names), head=attached.head or "mlp", example_inputs=example)
-        at = attached.attach if attached.attach == "auto" else attached.attach.split(",")
-        return attach(net.eval(), at, head=attached.head or "mlp", exits=attached.exits, example_inputs=example)
+        at, exits = choose_cuts(net.eval(), attached, splits, example, seed)
+        return attach(net, at, head=attached.head or "mlp", exits=exits, example_inputs=example)
+
+
+def choose_cuts(
+    module: nn.Module, attached: AttachOptions, splits: data.Splits[Any], example: Any, seed: int
+) -> tuple[str | list[str], int | None]:
+    """Return where to attach exits to a trained module, and how many, as `attach` takes them; print the best cuts.
+
+    Args:
+        module: The module in evaluation mode.
+        attached: The exits: auto, stages or best with their number, or names joined by commas.
+        splits: The images on which cuts are compared.
+        example: Inputs of the module for at least one sample.
+        seed: Seed of the comparison.
+    """
+    at = str(attached.attach)
+    if at in ("auto", "stages"):
+        return at, attached.exits
+    if at != "best":
+        return at.split(","), attached.exits
+    cuts = best_cuts(module, splits.train, splits.val, exits=attached.exits or 0, example_inputs=example, seed=seed)
+    if is_rank_zero():
+        print(cuts, file=sys.stderr)
+    return list(cuts.names), None
 
 
 def warn_of_last_exit(net: MultiExitNet, splits: data.Splits[Any]) -> None:

@@ -65,8 +65,22 @@ def build_classifier(run: Run, options: ClassifierOptions, function: str | None 
 def fit_family(run: Run, classifier: Classifier) -> PolicyFamily:
     """Fit policies for budgets from the cost of the first exit to that of the last, as the classifier's was fitted.
 
-    They use its calibration, score, strategy, objective and tuning samples, and are certified if its budget is.
-    Policies that are not more accurate on these samples than a cheaper one are left out, except the classifier's own.
+    Policies that are not more accurate on their tuning samples than a cheaper one are left out, except the
+    classifier's own.
+    """
+    policies, calibrated = fit_policies(run, classifier, "the family")
+    policy = classifier.policy
+    members = [_measure_accuracy(FamilyMember.of(each), calibrated) for each in policies]
+    if policy.cost is None:
+        return select_family(members)
+    return select_family(members, _measure_accuracy(FamilyMember.of(policy), calibrated))
+
+
+def fit_policies(run: Run, classifier: Classifier, missing_in: str) -> tuple[list[Policy], CalibratedSplits]:
+    """Fit policies for budgets from the cost of the first exit to that of the last; return their tuning samples, too.
+
+    They use the classifier's calibration, score, strategy, objective and tuning samples, and are certified if its
+    budget is. A note on each budget that cannot be certified names `missing_in`.
     """
     trace, policy = run.trace(), classifier.policy
     chosen = ChosenClassifier(
@@ -81,20 +95,23 @@ def fit_family(run: Run, classifier: Classifier) -> PolicyFamily:
     else:
         certificate = Certificate(guarantee.budget_delta, hold=certificate.hold, seed=certificate.seed)
     options = replace(options, certificate=certificate, max_loss=None)
-    costs = run.measured_costs() if policy.unit == "ms" != trace.costs.unit else trace.costs
+    costs = costs_of_policy(run, policy)
     policies = []
     for budget in family_budgets(costs) if len(costs) > 1 else []:
         try:
             policies.append(calibrated.fit_policy(costs, budget, options))
         except NotCertifiedError:
             print(
-                f"exitwise: no policy for {format_cost(budget, costs.unit)} is certified: the family has none there",
+                f"exitwise: no policy for {format_cost(budget, costs.unit)} is certified: {missing_in} has none there",
                 file=sys.stderr,
             )
-    members = [_measure_accuracy(FamilyMember.of(each), calibrated) for each in policies]
-    if policy.cost is None:
-        return select_family(members)
-    return select_family(members, _measure_accuracy(FamilyMember.of(policy), calibrated))
+    return policies, calibrated
+
+
+def costs_of_policy(run: Run, policy: Policy) -> Costs:
+    """Return the costs of a run's exits in the unit of a policy's budget."""
+    costs = run.trace().costs
+    return run.measured_costs() if policy.unit == "ms" != costs.unit else costs
 
 
 def _measure_accuracy(member: FamilyMember, calibrated: CalibratedSplits) -> FamilyMember:

@@ -15,6 +15,7 @@ from exitwise.core.errors import InputError, first_line
 from exitwise.core.preprocessing import Preprocessing
 from exitwise.core.results import to_jsonable
 from exitwise.models.cascade import Cascade, cascade
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, load_module_weights, load_net
 from exitwise.runs.data import run_preprocessing
@@ -108,6 +109,11 @@ def _find_network(source: str) -> tuple[nn.Module | None, Preprocessing | None, 
             preprocessing = net.preprocessing
         size = None if preprocessing or net.input_shape is None else net.input_shape[-1]
         return net, preprocessing, size
+    if is_named(source):
+        raise InputError(
+            f"`--net` {source} has no weights for these classes: `exitwise train-heads --model {source}` makes "
+            f"a run with them, which a cascade takes as --net RUN"
+        )
     if ":" not in source:
         hint = suggest(source, models.list_presets(), "`exitwise models` lists the presets")
         raise InputError(

@@ -1,6 +1,5 @@
 """Networks of timm, torchvision and Hugging Face in runs: built for the classes of a dataset, with exits attached."""
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,37 +9,34 @@ from torch import Tensor, nn
 from exitwise import data, models
 from exitwise.core.errors import InputError
 from exitwise.core.seeds import temporary_seed
-from exitwise.evaluation.best_cuts import best_cuts
 from exitwise.models.attach.attach import attach_named, split_classifier
 from exitwise.models.named.build import PRETRAINED
 from exitwise.models.named.module import NamedModule
 from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import MultiExitNet
+from exitwise.runs.attached import choose_cuts
 from exitwise.runs.options import AttachOptions, DataOptions
 
 DEFAULT_EXITS = 4
 
 
-def build_named_for(
-    name: str, source: DataOptions, attached: AttachOptions, train_last: bool, seed: int
-) -> NamedModule:
+def build_named_for(name: str, source: DataOptions, attached: AttachOptions, seed: int) -> NamedModule:
     """Build a network by name for the classes of a dataset, before any time is spent on its images.
 
     Args:
         name: Name with the prefix of its library, such as "timm:resnet50".
         source: The dataset, whose image size wins over the network's own.
-        attached: The file of weights.
-        train_last: Whether the last layer is trained, and may have other classes than the weights.
+        attached: The file of weights, and whether the last layer is trained, which may then have other classes.
         seed: Seed of a new last layer.
     """
-    if train_last and attached.attach == "best":
+    if attached.last and attached.attach == "best":
         raise InputError("--attach best compares cuts by the last layer, but --last trains it: give auto or names")
     dataset = data.get_dataset(str(source.data))
     images, _ = data.load(str(source.data), source.root, skip_unreadable=False, fetch=source.download)
     size = dataset.size or source.image_size
     weights = PRETRAINED if attached.weights is None else attached.weights
     with temporary_seed(seed):
-        if attached.weights is None and not train_last:
+        if attached.weights is None and not attached.last:
             named = models.build_named(name, weights=weights, image_size=size)
             _check_classes(named, len(images.classes))
         else:
@@ -50,34 +46,25 @@ def build_named_for(
     return named
 
 
-def attach_to_named(
-    named: NamedModule, attached: AttachOptions, splits: data.Splits[Any], train_last: bool, seed: int
-) -> MultiExitNet:
+def attach_to_named(named: NamedModule, attached: AttachOptions, splits: data.Splits[Any], seed: int) -> MultiExitNet:
     """Attach exits to a network by name; its last layer gets the order of the dataset's classes.
 
     Args:
         named: The network.
-        attached: Where exits are attached, and their heads.
+        attached: Where exits are attached, and their heads. A last layer that is trained learns the dataset's order.
         splits: The images.
-        train_last: Whether the last layer is trained, so that its classes have the order of the dataset already.
         seed: Seed of the new heads.
     """
-    at: str | list[str] = attached.attach or "auto"
-    exits = (attached.exits or DEFAULT_EXITS) if at in ("auto", "best") else attached.exits
+    attached = replace(attached, attach=attached.attach or "auto")
+    if attached.attach in ("auto", "best"):
+        attached = replace(attached, exits=attached.exits or DEFAULT_EXITS)
     order = None
-    if named.classes is not None and not train_last:
+    if named.classes is not None and not attached.last:
         order = _order_of_rows([_fold(name) for name in named.classes], [_fold(name) for name in splits.train.classes])
     with temporary_seed(seed):
-        if at == "best":
-            if order is not None:  # the cuts are compared by the accuracy of the last exit, too
-                named, order = _reorder_module(named, order), None
-            cuts = best_cuts(
-                named.module, splits.train, splits.val, exits=exits or 0, example_inputs=named.example, seed=seed
-            )
-            print(cuts, file=sys.stderr)
-            at, exits = list(cuts.names), None
-        elif at != "auto":
-            at = str(at).split(",")
+        if attached.attach == "best" and order is not None:  # the accuracy of the last exit counts, too
+            named, order = _reorder_module(named, order), None
+        at, exits = choose_cuts(named.module, attached, splits, named.example, seed)
         net = attach_named(named, at, attached.head or "mlp", exits=exits)
     if order is not None:
         _reorder_rows(net.exits[-1].last, order)

@@ -8,7 +8,7 @@ from exitwise.core.errors import InputError
 from exitwise.models.macs import macs
 from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
-from exitwise.models.weights import load_checkpoint
+from exitwise.models.weights import load_checkpoint, read_base_hash
 from exitwise.runs.data import run_preprocessing
 from exitwise.runs.members import call_function, rebuild_member_cascade
 from exitwise.runs.run import Run
@@ -73,4 +73,6 @@ def load_run_net(run: Run, function: str | None) -> MultiExitNet:
     """Load the net of a run with its weights, in evaluation mode."""
     if not run.net_file.is_file():
         raise InputError(f"{run.directory} has no net.safetensors")
-    return load_checkpoint(rebuild_net(run, function), run.net_file).eval()
+    net = load_checkpoint(rebuild_net(run, function), run.net_file).eval()
+    net.base_sha256 = read_base_hash(run.net_file)
+    return net

@@ -16,7 +16,7 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed"]
 
 NET_HELP = "Your own net: package.module:function, which returns a MultiExitNet; repeated for the nets of a cascade."
 
-MODEL_HELP = "Model preset, see `exitwise models`; for train-heads also timm:NAME, torchvision:NAME or hf:REPOSITORY."
+MODEL_HELP = "Model preset, see `exitwise models`; or timm:NAME, torchvision:NAME or hf:REPOSITORY, which gets exits."
 
 RAY_HELP = "Run on a Ray cluster: HOST:PORT of its head, or `local` for one on this machine that ends with the command."
 
@@ -86,14 +86,16 @@ class AttachOptions:
     attach: Annotated[
         str | None,
         Option(
-            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits.",
+            help="Add exits after these submodules (a,b,c), or `auto` or `best` together with --exits, or `stages` for "
+            "the ends of the stages of timm:NAME.",
             show_default="auto for timm:NAME and the like",
         ),
     ] = None
     exits: Annotated[
         int | None,
         Option(
-            help="Number of exits for --attach: of about equal cost (auto), or where they are worth most (best).",
+            help="Number of exits for --attach: of about equal cost (auto), at the last stages (stages), or where they "
+            "are worth most (best).",
             show_default="4 for timm:NAME and the like",
         ),
     ] = None
@@ -101,6 +103,9 @@ class AttachOptions:
         Literal["mlp", "linear", "conv"] | None,
         Option(help="Kind of the new heads; conv has convolutions of its own for large maps.", show_default="mlp"),
     ] = None
+    last: Annotated[
+        bool, Option("--last", help="Train the last layer together with the new heads, such as for new classes.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,6 @@ class ExecutionOptions:
 class HeadTrainOptions:
     """Options of a training of the heads on a frozen backbone; None means the recipe's default."""
 
-    last: Annotated[bool, Option("--last", help="Train the last head, too.")] = False
     epochs: Annotated[int | None, Option(help="Epochs.", show_default="the recipe's")] = None
     batch_size: Annotated[int | None, Option(help="Batch size.", show_default="the recipe's")] = None
     lr: Annotated[float | None, Option(help="Initial learning rate.", show_default="the recipe's")] = None

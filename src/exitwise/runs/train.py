@@ -16,11 +16,13 @@ from exitwise.core.distributed import rank, run_on_rank_zero
 from exitwise.core.errors import AllRanksError, InputError, UnreadableImageError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator, temporary_seed
+from exitwise.models.named.build import is_named
 from exitwise.models.net import MultiExitNet
 from exitwise.models.weights import load_checkpoint, save_checkpoint
-from exitwise.runs.attached import build_attached_net, check_attach_options, warn_of_last_exit
+from exitwise.runs.attached import warn_of_last_exit
 from exitwise.runs.data import absolute_name, load_new_data, load_splits
-from exitwise.runs.nets import net_input_size, rebuild_net
+from exitwise.runs.nets import rebuild_net
+from exitwise.runs.new_net import net_name, prepare_net
 from exitwise.runs.options import AttachOptions, DataOptions, ExecutionOptions, MachineOptions, NetOptions, TrainOptions
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HEAD_EPOCHS = 3  # in which new heads are trained alone, before they are trained together with the network
+_NAMED_HEAD_EPOCHS = 10  # the same, of a network of another library, or with a new last layer
+_NAMED_LR = 0.003  # its learning rate: .01 and more destroyed the features of a network within a few small epochs
 _MIN_BATCHES = 4  # per epoch, for a dataset that is smaller than one batch of the recipe
 
 
@@ -50,7 +54,7 @@ class TrainingSpec:
     threads: int
     parts: int  # micro-batches per batch: processes times micro-batches that each accumulates
     images: str  # digest of the training images and their order
-    weights: str | None = None  # file of the weights that the training started from, for information
+    weights: str | None = None  # file of the weights that the training started from, or "pretrained"; None: random ones
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "recipe": self.recipe.to_dict()}
@@ -82,20 +86,23 @@ def train_new_run(
     callback: TrainingCallback,
 ) -> History:
     """Create a run and train its net."""
-    check_attach_options(net_options, attached)
-    dataset = data.get_dataset(str(source.data))
-    recipe = make_recipe(options, dataset.recipe, JOINT if attached.attach else None)
+    dataset, name = data.get_dataset(str(source.data)), net_name(source, net_options)
+    recipe = make_recipe(options, dataset.recipe, JOINT if attached.attach or is_named(name) else None)
+    if is_named(name) and options.recipe is None and options.lr is None:
+        recipe = replace(recipe, lr=_NAMED_LR)
     seed = options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
-    preset = None if net_options.function else net_options.model or dataset.model
-    size = net_input_size(preset)
-    if preset and attached.weights is None and (attached.attach or needs_original(recipe)):
-        raise InputError(f"this training starts from a trained {preset}: give its weights with --weights")
     fabric = _machine(machine, execution, options.precision or "32-true").fabric()  # fails early, before data are read
-    held_out, splits, metadata = load_new_data(source, size)
+    new_net = prepare_net(source, net_options, attached, seed)
+    size = new_net.image_size
+    if new_net.name and new_net.weights is None and (new_net.has_exits_attached or needs_original(recipe)):
+        raise InputError(f"this training starts from a trained {new_net.name}: give its weights with --weights")
+    if attached.last and not new_net.has_exits_attached:
+        raise InputError("--last is for exits that are attached: without --attach, all heads are trained anyway")
+    held_out, splits, metadata = load_new_data(source, size, preprocessing=new_net.preprocessing)
     if options.batch_size is None:
         recipe = _fit_batch_size(recipe, len(splits.train), fabric.world_size * (execution.accumulate or 1))
-    net = build_attached_net(preset, net_options, attached, splits, seed)
+    net = new_net.build(splits)
     batches = recipe.epochs * (len(splits.train) // recipe.batch_size)
     compiled = worth_compiling(batches) if options.compile is None else options.compile
     as_batch_source(splits.train, recipe, seed)  # fails for a batch size larger than the training set
@@ -106,20 +113,10 @@ def train_new_run(
         if rank() == 0:
             reason = "this CPU has instructions for it (--precision 32-true turns it off)"
             print(f"exitwise: trains with --precision bf16-mixed, because {reason}", file=sys.stderr)
-    if attached.attach:  # every process does this, with the same result
+    if new_net.has_exits_attached:  # every process does this, with the same result
         net.to(fabric.device)
-        warn_of_last_exit(net, splits)
-        train_heads(
-            net,
-            splits.train,
-            splits.val,
-            epochs=_HEAD_EPOCHS,
-            distill=recipe.distill,
-            temperature=recipe.temperature,
-            seed=seed,
-            workers=machine.workers,
-            callback=callback,
-        )
+        epochs = _NAMED_HEAD_EPOCHS if attached.last or new_net.named is not None else _HEAD_EPOCHS
+        _train_new_heads(net, splits, recipe, epochs, attached.last, seed, machine.workers, callback)
     fabric.launch()
     spec = TrainingSpec(
         recipe=recipe,
@@ -129,7 +126,7 @@ def train_new_run(
         threads=torch.get_num_threads(),
         parts=fabric.world_size * (execution.accumulate or 1),
         images=_digest(splits.train),
-        weights=None if attached.weights is None else str(attached.weights.resolve()),
+        weights=new_net.weights,
     )
     trainer = _make_trainer(net, splits, spec, machine.workers, execution.accumulate, fabric, directory)
     described = run_metadata(net.spec or {"net": net_options.function}, metadata, spec.to_dict())
@@ -145,6 +142,33 @@ def train_new_run(
         if rank() == 0 and (is_start or _has_no_checkpoint(trainer, directory)):
             shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def _train_new_heads(
+    net: MultiExitNet,
+    splits: data.Splits[Any],
+    recipe: Recipe,
+    epochs: int,
+    train_last: bool,
+    seed: int,
+    workers: int,
+    callback: TrainingCallback,
+) -> None:
+    """Train the heads of attached exits alone; a last layer that is trained with them has no teacher yet."""
+    if not train_last:
+        warn_of_last_exit(net, splits)
+    train_heads(
+        net,
+        splits.train,
+        splits.val,
+        train_last=train_last,
+        epochs=epochs,
+        distill=0.0 if train_last else recipe.distill,
+        temperature=recipe.temperature,
+        seed=seed,
+        workers=workers,
+        callback=callback,
+    )
 
 
 def make_recipe(options: TrainOptions, of_data: str, default: str | None = None) -> Recipe:
@@ -288,9 +312,9 @@ def check_same_data(run: Run, name: str) -> None:
 
 def _check_same_options(run: Run, net_options: NetOptions, options: TrainOptions, spec: TrainingSpec) -> None:
     """Raise InputError if a given option differs from the run's: a resumed training cannot change."""
-    recipe = spec.recipe
+    recipe, model = spec.recipe, run.metadata["model"]
     pairs = {
-        "model": (net_options.model, run.metadata["model"].get("preset")),
+        "model": (net_options.model, model.get("preset") or model.get("module")),
         "epochs": (options.epochs, recipe.epochs),
         "batch-size": (options.batch_size, recipe.batch_size),
         "lr": (options.lr, recipe.lr),

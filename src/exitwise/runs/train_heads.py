@@ -5,16 +5,13 @@ from typing import Any
 
 import torch
 
-from exitwise import data
 from exitwise.core.errors import InputError
 from exitwise.core.files import atomic_directory, write_json
 from exitwise.core.seeds import as_generator
-from exitwise.models.named.build import is_named
 from exitwise.models.weights import save_checkpoint
-from exitwise.runs.attached import build_attached_net, check_attach_options, warn_of_last_exit
+from exitwise.runs.attached import warn_of_last_exit
 from exitwise.runs.data import load_new_data
-from exitwise.runs.named import attach_to_named, build_named_for
-from exitwise.runs.nets import net_input_size
+from exitwise.runs.new_net import prepare_net
 from exitwise.runs.options import AttachOptions, DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
 from exitwise.training.heads import train_heads
@@ -35,35 +32,28 @@ def train_heads_of_new_run(
     callback: TrainingCallback,
 ) -> History:
     """Create a run whose heads are trained on a frozen backbone; the run appears when the training is complete."""
-    dataset = data.get_dataset(str(source.data))
     recipe, seed = _make_recipe(options), options.seed or 0
     as_generator(seed)  # an invalid seed is an error before any data are read
-    preset = None if net_options.function else net_options.model or dataset.model
-    check_attach_options(net_options, attached, is_named(preset))
-    named = build_named_for(str(preset), source, attached, options.last, seed) if is_named(preset) else None
-    preprocessing = None if named is None else named.preprocessing
-    size = net_input_size(preset) if preprocessing is None else preprocessing.size
-    if preset and named is None and attached.weights is None:
-        raise InputError(f"train-heads needs a trained {preset}: give its weights with --weights")
+    new_net = prepare_net(source, net_options, attached, seed)
+    size = new_net.image_size
+    if new_net.name and new_net.weights is None:
+        raise InputError(f"train-heads needs a trained {new_net.name}: give its weights with --weights")
     fabric = Machine(machine.accelerator, machine.devices, machine.num_nodes).fabric()
     if fabric.world_size > 1:
         raise InputError(f"train-heads runs in one process, but {fabric.world_size} were requested")
     with atomic_directory(directory, force) as new:
-        held_out, splits, metadata = load_new_data(source, size, preprocessing=preprocessing)
-        if named is None:
-            net = build_attached_net(preset, net_options, attached, splits, seed)
-        else:
-            net = attach_to_named(named, attached, splits, options.last, seed)
+        held_out, splits, metadata = load_new_data(source, size, preprocessing=new_net.preprocessing)
+        net = new_net.build(splits)
         net.to(fabric.device)
-        if not options.last:
+        if not attached.last:
             warn_of_last_exit(net, splits)
-        settings: dict[str, Any] = {**recipe.to_dict(), "train_last": options.last, "seed": seed}
+        settings: dict[str, Any] = {**recipe.to_dict(), "train_last": attached.last, "seed": seed}
         history = train_heads(net, splits.train, splits.val, workers=machine.workers, callback=callback, **settings)
         training = {
             "recipe": recipe.to_dict(),
             "freeze_backbone": True,
-            "last": options.last,
-            "weights": None if attached.weights is None else str(attached.weights.resolve()),
+            "last": attached.last,
+            "weights": new_net.weights,
             "seed": seed,
             "threads": torch.get_num_threads(),
         }

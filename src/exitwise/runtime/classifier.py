@@ -404,14 +404,17 @@ class Classifier(nn.Module):
         evaluation: Evaluation | None,
         curve: BudgetCurve | None,
     ) -> dict[str, Any]:
+        spec = self.net.spec or {}
         contents = CardContents(
             name=name,
             policy=self.policy,
             method=self.calibration.method.name,
             costs=self.costs,
             classes=self.classes,
+            network=spec.get("module") or spec.get("preset"),
             cuts=self.net.cuts,
             takes_images=self.preprocessing is not None or self.net.input_shape is not None,
+            preprocessing=self.preprocessing,
             data=data,
             evaluation=evaluation,
             curve=curve,

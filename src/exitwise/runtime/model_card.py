@@ -7,6 +7,7 @@ from typing import Any
 
 from exitwise.core.costs import Costs, format_cost
 from exitwise.core.files import atomic_write
+from exitwise.core.preprocessing import Preprocessing
 from exitwise.evaluation.evaluate import BudgetCurve, Evaluation
 from exitwise.policies.certificate import describe_guarantee
 from exitwise.policies.policy import Policy
@@ -24,8 +25,10 @@ class CardContents:
         method: Name of the calibration method.
         costs: Cumulative costs (K,) of the exits, if they are known.
         classes: Names of the classes, if they are known.
+        network: Name of the network, if it has one.
         cuts: Submodules after which the exits are attached.
         takes_images: Whether the inputs are images.
+        preprocessing: How images are scaled, cropped and normalized, if the classifier does it.
         data: Description of the data of validation and test.
         evaluation: Results on test data at the policy's budget.
         curve: Results on test data at several budgets.
@@ -36,8 +39,10 @@ class CardContents:
     method: str
     costs: Costs | None
     classes: Sequence[str] | None
+    network: str | None
     cuts: Sequence[str]
     takes_images: bool
+    preprocessing: Preprocessing | None = None
     data: str | None = None
     evaluation: Evaluation | None = None
     curve: BudgetCurve | None = None
@@ -57,7 +62,7 @@ def write_card(path: Path, config: Mapping[str, Any], contents: CardContents) ->
         f"# {contents.name}",
         _introduction(base, contents),
         "## Use it",
-        _usage(base),
+        _usage(base, contents),
         "## Results",
         *_results(contents),
         "## Costs",
@@ -100,30 +105,54 @@ def _introduction(base: Mapping[str, Any] | None, contents: CardContents) -> str
     if contents.classes is not None:
         shown = ", ".join(contents.classes[:10])
         text += f" It has {len(contents.classes)} classes: {shown}{', ...' if len(contents.classes) > 10 else ''}."
+    exits_text = f"Exits are after {', '.join(f'`{cut}`' for cut in contents.cuts)}, and at the end."
     if base is None:
-        return f"{text} The files hold all weights."
-    revision = f", revision {base['revision']}" if base.get("revision") else ""
+        network = "" if contents.network is None else f" Its network is `{contents.network}`."
+        return f"{text}{network}{f' {exits_text}' if contents.cuts else ''} The files hold all weights."
+    revision = base.get("revision")
+    if revision:
+        revision = f" (`{revision}` on the Hub)" if "/" in revision else f", revision {revision}"
     text += (
         f"\n\nThis is an adapter: it holds heads, calibration and thresholds. Its base network is `{base['name']}`"
-        f"{revision}, with weights of SHA-256 `{base['sha256']}`. Another base is refused."
+        f"{revision or ''}, with weights of SHA-256 `{base['sha256']}`. Another base is refused."
     )
-    return f"{text} Exits are after {', '.join(f'`{cut}`' for cut in contents.cuts)}, and at the end."
+    return f"{text} {exits_text}"
 
 
-def _usage(base: Mapping[str, Any] | None) -> str:
-    library = "" if base is None else f",{str(base['name']).partition(':')[0]}"
-    return "\n".join(
-        [
-            f"    pip install 'exitwise[hub{library}]'",
+def _usage(base: Mapping[str, Any] | None, contents: CardContents) -> str:
+    library, colon, _ = (contents.network or "").partition(":")
+    library, preprocessing = f",{library}" if colon else "", contents.preprocessing
+    images = [] if preprocessing is None else ["import numpy as np", "from PIL import Image"]
+    photo = 'np.asarray(Image.open("photo.jpg").convert("RGB"))'
+    lines = [
+        f"    pip install 'exitwise[hub{library}]'",
+        "",
+        "```python",
+        "import exitwise as ew",
+        *images,
+        "",
+        'clf = ew.Classifier.from_pretrained("REPOSITORY")  # or a folder',
+        "pred = clf(inputs)  # as the network takes them" if preprocessing is None else f"pred = clf({photo})",
+        "print(pred.predicted, pred.exits, pred.costs)",
+        "```",
+    ]
+    if base is not None:
+        lines += [
             "",
-            "```python",
-            "import exitwise as ew",
-            "",
-            'clf = ew.Classifier.from_pretrained("REPOSITORY")  # or a folder',
-            "pred = clf(images)  # uint8 RGB images (n, height, width, 3), or the network's own input",
-            "print(pred.predicted, pred.exits, pred.costs)",
-            "```",
+            "The weights of the base network are those that its library loads by that name. If they are others, "
+            'pass their file: `from_pretrained(..., base="weights.safetensors")`.',
         ]
+    return "\n".join(lines if preprocessing is None else [*lines, "", _describe_images(preprocessing)])
+
+
+def _describe_images(preprocessing: Preprocessing) -> str:
+    size, side = preprocessing.size, "both sides" if preprocessing.squash else "a short side"
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (preprocessing.mean, preprocessing.std))
+    scaled = round(size * preprocessing.margin)
+    return (
+        f"The classifier prepares images (n, height, width, 3) itself: it scales them to {side} of {scaled} pixels "
+        f"({preprocessing.interpolation}), crops the center of {size} x {size}, and normalizes with mean {mean} and "
+        f"standard deviation {std}. Images of {size} x {size} pixels are taken as they are."
     )
 
 
@@ -144,13 +173,18 @@ def _results(contents: CardContents) -> list[str]:
             rows.insert(4, ("EEFP", f"{result.eefp:.4f}"))
         sections.append("On the test data:\n\n" + _table(("", "value"), rows))
     if contents.curve is not None:
-        step = max(1, -(-len(contents.curve) // _MAX_ROWS))
-        points = contents.curve.points[::step]
-        if contents.curve.points[-1] not in points:
-            points = (*points, contents.curve.points[-1])
+        points = _distinct(contents.curve.points)
         lines = [(format_cost(p.cost, p.unit), f"{p.top1:.2%}", f"{p.nlpd:.4f}", f"{p.ece:.4f}") for p in points]
         sections.append("Budget curve, on the test data:\n\n" + _table(("mean cost", "top-1", "NLPD", "ECE"), lines))
     return sections
+
+
+def _distinct(points: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return about `_MAX_ROWS` points of a curve by cost, the last one among them, without those that repeat."""
+    by_cost = {(point.cost, point.top1): point for point in sorted(points, key=lambda point: point.cost)}
+    distinct = list(by_cost.values())
+    chosen = distinct[:: max(1, -(-len(distinct) // _MAX_ROWS))]
+    return chosen if chosen[-1] is distinct[-1] else [*chosen, distinct[-1]]
 
 
 def _costs(contents: CardContents) -> str:

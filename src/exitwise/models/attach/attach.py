@@ -27,6 +27,7 @@ from exitwise.models.attach.stages import run_full_batch, run_shrinking_batch
 from exitwise.models.attach.tracing import trace_module
 from exitwise.models.named.build import PRETRAINED, build_named
 from exitwise.models.named.module import NamedModule
+from exitwise.models.named.timm_models import stage_ends
 from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import Head, MultiExitNet
 
@@ -58,7 +59,8 @@ def attach(
         module: The original module in evaluation mode. It must end in the nn.Linear that gives its logits (n, c). Or
             the name of a classifier of another library: "timm:resnet50", "torchvision:resnet50" or
             "hf:microsoft/resnet-18"; or what `ew.models.build_named` made of one. The net then has its `preprocessing`.
-        at: Names of submodules, or "auto" to choose cuts of about equal cost.
+        at: Names of submodules, or "auto" to choose cuts of about equal cost. For a name of timm also "stages", the
+            ends of its stages.
         num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
             name, another number than that of the pretrained weights makes a new last layer, which must be trained.
         head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
@@ -67,7 +69,7 @@ def attach(
             in the order of `at`; each reads the output of its submodule, samples first.
         example_inputs: Inputs of the module for at least one sample: a tensor, or a tuple or dict of tensors. It is
             guessed for modules that begin with a convolution, a linear layer or an embedding.
-        exits: Number of exits for `at="auto"`.
+        exits: Number of exits for `at="auto"` and `at="stages"`.
         weights: For a name: the weights that its library loads, from its cache or the internet; a file with the
             library's keys; or None for random ones.
 
@@ -130,10 +132,12 @@ def attach_named(
 
     Args:
         named: The network, from `build_named`.
-        at: Names of submodules, or "auto" to choose cuts of about equal cost.
+        at: Names of submodules, "auto" to choose cuts of about equal cost, or "stages" for the ends of timm's stages.
         head: As in `attach`.
-        exits: Number of exits for `at="auto"`.
+        exits: Number of exits for `at="auto"` and `at="stages"`.
     """
+    if at == "stages":
+        at, exits = stage_ends(named.name, named.module, exits), None
     net = attach(named.module, at, None, head, example_inputs=named.example, exits=exits)
     if isinstance(head, str):
         net.spec = {**named.spec, "attach": {"at": list(net.cuts), "head": head}}

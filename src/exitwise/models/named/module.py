@@ -97,7 +97,7 @@ def weight_errors(name: str) -> Iterator[None]:
     except Exception as error:  # errors of the network, of the cache and of files
         raise InputError(
             f"the pretrained weights of {name} could not be loaded ({shorten_reason(error)}): "
-            f"connect to the internet, or give a local file as weights"
+            f"connect to the internet, or give a local file as `weights`"
         ) from None
 
 

@@ -57,6 +57,29 @@ def build(name: str, num_classes: int | None, image_size: int | None, pretrained
     )
 
 
+def stage_ends(name: str, module: Any, exits: int | None) -> list[str]:
+    """Return the submodules that end a stage, without the last one, by timm's `feature_info`.
+
+    Args:
+        name: The network, for messages.
+        module: The network.
+        exits: Number of exits K, for the last K - 1 of them; None for all.
+
+    Raises:
+        InputError: The network has no stages, or fewer.
+    """
+    stages: dict[Any, str] = {}  # by their reduction: the last entry of each is its end
+    for info in getattr(module, "feature_info", None) or ():
+        if isinstance(info, Mapping) and info.get("module"):
+            stages[info.get("reduction")] = str(info["module"])
+    ends = list(stages.values())[:-1]
+    if not ends:
+        raise InputError(f"{name} has no ends of stages in timm's `feature_info`: choose cuts of equal cost, auto")
+    if exits is not None and not 2 <= exits <= len(ends) + 1:
+        raise InputError(f"`exits` must be from 2 to {len(ends) + 1} at the ends of the stages of {name}, not {exits}")
+    return ends if exits is None else ends[len(ends) + 1 - exits :]
+
+
 def list_models(pattern: str) -> list[dict[str, Any]]:
     """Return name, shape of the images and number of classes of the networks whose names match a pattern."""
     timm = require("timm", f"{PREFIX}:", PREFIX)
@@ -102,5 +125,7 @@ def _preprocessing(name: str, config: Mapping[str, Any], image_size: int | None)
         raise InputError(f"{name} crops images in a way that exitwise does not have: crop_mode={mode!r}")
     mean, std = config.get("mean") or (0.485, 0.456, 0.406), config.get("std") or (0.229, 0.224, 0.225)
     scaled = floor(height / (config.get("crop_pct") or 0.875))  # rounded down, as timm does
+    if scaled < height:
+        raise InputError(f"{name} scales images to {scaled} pixels and crops {height}, which exitwise does not do")
     preprocessing = Preprocessing(height, tuple(mean), tuple(std), scaled / height, interpolation, mode == "squash")
     return preprocessing if image_size is None else replace(preprocessing, size=image_size)
