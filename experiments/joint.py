@@ -30,8 +30,7 @@ from exitwise.calibration.methods import VANILLA
 from exitwise.calibration.overhead import cost_table
 from exitwise.core.files import write_json
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
-from exitwise.training.loop import can_compile
-from exitwise.training.machine import has_bf16_instructions
+from exitwise.training.machine import can_compile, has_bf16_instructions
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "joint" / "results.json", HERE / "README.md"

@@ -17,9 +17,9 @@ from exitwise.runs.named import attach_to_named, build_named_for
 from exitwise.runs.nets import net_input_size
 from exitwise.runs.options import AttachOptions, DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
-from exitwise.training.loop import TrainingCallback
 from exitwise.training.machine import Machine
 from exitwise.training.recipes import HeadRecipe
 
