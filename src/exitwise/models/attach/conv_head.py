@@ -1,6 +1,7 @@
 """Convolutions of a head: they make a large map small before it is pooled."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,8 @@ def make_convolutions(
     """Return convolutions of stride 2, with BatchNorm and ReLU, and the channels and the sizes of the map they return.
 
     Each is separable: a convolution of every channel, then a mix of the channels. It halves the map, until no side is
-    longer than 4, and doubles the channels up to 128, or to a quarter of those of the map if that is more. A map that is
-    small already needs none.
+    longer than 4, and doubles the channels up to 128, or to a quarter of those of the map if that is more. A map that
+    is small already needs none.
 
     Args:
         channels: Channels of the map.
@@ -31,7 +32,7 @@ def make_convolutions(
     layers: list[nn.Module] = []
     shape, max_width = tuple(map_shape), max(_MIN_WIDTH, channels // _REDUCTION)
     convolution, normalization = _CONVOLUTIONS[len(shape)], _NORMALIZATIONS[len(shape)]
-    options = {"bias": False, "device": device, "dtype": dtype}
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
     while max(shape) > _MAX_SIDE:
         width = min(2 * channels, max_width)
         layers += [
