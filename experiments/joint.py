@@ -4,10 +4,13 @@ usage: joint.py RUNS [--cifar100 DIR] [--only NAME] [--epochs N] [--variants A,B
 
 The networks are a ResNet14 with one exit for each dataset, trained by the commands of plain.py: for Fashion-MNIST that
 in plain/, for CIFAR-100 that in joint/, with its history; without it, RUNS/cifar100-plain is trained. Every variant has
-an epoch of its heads alone (three of a third of the images) and then N more. The budget is chosen on validation
-samples: the smallest whose policy is right at least as often as the plain network, with the cost of heads and pools in
-it. `continued` is the plain network itself, trained for N more epochs: what the epochs alone bring. Trainings go on
-where they were interrupted; results go to experiments/joint/results.json, and their table to the README.
+an epoch of its heads alone (three of a third of the images) and then N more. `continued` is the original network,
+trained for N more epochs without exits: what the epochs alone bring.
+
+The budget is chosen on validation samples: the smallest whose policy is right at least as often as the original network
+or as the continued one, with the cost of heads and pools in it. Intervals are over resamples of validation samples,
+which choose the budget again, and of test samples. Trainings go on where they were interrupted; results go to
+experiments/joint/results.json, and their table to the README.
 """
 
 import argparse
@@ -21,28 +24,31 @@ import numpy as np
 import plain as plain_networks
 import torch
 from cifar100 import exitwise, finished
-from plain import MODEL, SHAPES, TRAINING, matched
+from plain import BUDGETS, MODEL, SHAPES, TRAINING
 from results import fill_tables, machine, rounded
 
 import exitwise as ew
 from exitwise import data
 from exitwise.calibration.methods import VANILLA
 from exitwise.calibration.overhead import cost_table
+from exitwise.calibration.trace import Split
 from exitwise.core.files import write_json
+from exitwise.core.predictions import Array
 from exitwise.evaluation.bootstrap import Bootstrap, percentile_interval
-from exitwise.training.loop import can_compile
-from exitwise.training.machine import has_bf16_instructions
+from exitwise.policies.fit import PolicyFitter
+from exitwise.training.machine import can_compile, has_bf16_instructions
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "joint" / "results.json", HERE / "README.md"
 HEADER = """\
-| data | variant | epochs | test top-1 % by exit | saved, T_opt | change | saved, Pool | change |
+| data | variant | epochs | test top-1 % by exit | saved | change | saved, against continued | change |
 |---|---|---|---|---|---|---|---|
 """
 EXITS, HEAD_EPOCHS, VAL = 4, 3, 5000
 HEAD_SAMPLES = 15_000
 AUGMENTATION = {"fashion-mnist": "fashion-mnist", "cifar100": "cifar100-short"}  # recipe that has it
-METHODS = ("T_opt", "Pool")
+METHODS, SHOWN = ("T_opt", "Pool"), "Pool"
+REFERENCES = ("original", "continued")
 
 Train = Callable[[ew.MultiExitNet, data.Splits[Any], ew.Recipe, Path], None]
 
@@ -78,12 +84,12 @@ def train_norms(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recip
 
 
 VARIANTS: dict[str, tuple[str, Train]] = {  # head, training
+    "continued": ("", train_joint),
     "frozen": ("mlp", train_frozen),
     "frozen, conv heads": ("conv", train_frozen),
     "BatchNorm": ("mlp", train_norms),
     "joint": ("mlp", train_joint),
     "joint, conv heads": ("conv", train_joint),
-    "continued": ("", train_joint),
 }
 
 
@@ -108,41 +114,77 @@ def trace_of(net: ew.MultiExitNet, splits: data.Splits[Any], file: Path) -> ew.T
     return ew.Trace.load(file)
 
 
+def right(cal: ew.Calibration, split: Split) -> Array:
+    """Whether each exit is right for each sample, (K, n)."""
+    return np.asarray(cal.predict(split).predicted == split.labels.numpy())
+
+
+def candidates(cal: ew.Calibration, trace: ew.Trace, costs: ew.Costs) -> list[ew.Policy]:
+    """Policies of rising budgets; the last one is not to stop early."""
+    fitter = PolicyFitter(cal.predict(trace.val), trace.val.labels, costs)
+    budgets = np.linspace(costs.values[0], costs.values[-1], BUDGETS)
+    never = ew.Policy((*(np.inf for _ in costs.values[1:]), -np.inf))
+    return [*(fitter.fit(float(budget), "auto") for budget in budgets), never]
+
+
+def outcomes(policies: list[ew.Policy], preds: Any, correct: Array, costs: Array) -> tuple[Array, Array]:
+    """Cost of each sample, and whether its answer is right, by each of m policies: both (n, m)."""
+    exits = np.stack([policy.exits(preds) for policy in policies], axis=1)
+    return costs[exits], correct[exits, np.arange(len(exits))[:, None]]
+
+
+def reaches(top1: Array, goal: Array) -> Array:
+    """The first of the policies (..., m) whose accuracy reaches the goal; else the last, which never stops early."""
+    good = top1 >= goal
+    good[..., -1] = True
+    return np.asarray(good.argmax(-1))
+
+
 def measure(
-    net: ew.MultiExitNet, trace: ew.Trace, plain: ew.Trace, whole: float, shape: tuple[int, ...]
+    net: ew.MultiExitNet, trace: ew.Trace, references: dict[str, ew.Trace], whole: float, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Early exits beside the plain network, which has the same samples."""
+    """Early exits at the accuracy of each network with one exit, which has the same samples."""
     assert trace.test is not None
-    assert plain.test is not None
-    vanilla, alone = ew.calibrate(trace, VANILLA), ew.calibrate(plain, VANILLA)
-    labels = trace.test.labels.numpy()
-    right = alone.predict(plain.test).predicted[-1] == labels
-    goal = float((alone.predict(plain.val).predicted[-1] == plain.val.labels.numpy()).mean())
-    bootstrap = Bootstrap(len(labels))
-    rows = {}
+    vanilla = ew.calibrate(trace, VANILLA)
+    alone = {}
+    for name, reference in references.items():
+        assert reference.test is not None
+        its = ew.calibrate(reference, VANILLA)
+        alone[name] = tuple(right(its, split)[-1] for split in (reference.val, reference.test))
+    resample_val, resample_test = (
+        Bootstrap(len(split), seed=seed).resampled_means for seed, split in enumerate((trace.val, trace.test))
+    )
+    rows: dict[str, Any] = {}
     for method in METHODS:
         cal = ew.calibrate(trace, method)
         overhead = [row.pool if method == "Pool" else row.vanilla for row in cost_table(net, shape)]
         costs = ew.Costs(tuple(map(float, overhead)))
-        policy, preds = matched(cal, trace, costs, goal), cal.predict(trace.test)
-        exits = policy.exits(preds)
-        cost = np.array(costs.values)[exits] / whole
-        now = preds.predicted[exits, np.arange(len(labels))] == labels
-        means = bootstrap.resampled_means(np.column_stack([1 - cost, now.astype(float) - right]))
-        rows[method] = {
-            "saved": float(1 - cost.mean()),
-            "saved_interval": list(percentile_interval(means[:, 0])),
-            "top1": float(now.mean()),
-            "top1_change": float(now.mean() - right.mean()),
-            "top1_change_interval": list(percentile_interval(means[:, 1])),
-            "exit_shares": (np.bincount(exits, minlength=len(costs)) / len(exits)).tolist(),
-        }
-    per_exit = (vanilla.predict(trace.test).predicted == labels).mean(1)
+        policies = candidates(cal, trace, costs)
+        relative = np.array(costs.values) / whole
+        (_, val), (cost, test) = (
+            outcomes(policies, cal.predict(split), right(cal, split), relative) for split in (trace.val, trace.test)
+        )
+        rows[method] = {}
+        for name, (val_alone, test_alone) in alone.items():
+            chosen = int(reaches(val.mean(0), val_alone.mean()))
+            resampled = resample_val(np.column_stack([val, val_alone]))
+            choices = reaches(resampled[:, :-1], resampled[:, -1:])
+            resampled, draws = resample_test(np.column_stack([cost, test, test_alone])), np.arange(len(choices))
+            saved, top1 = 1 - resampled[draws, choices], resampled[draws, len(policies) + choices]
+            exits = policies[chosen].exits(cal.predict(trace.test))
+            rows[method][name] = {
+                "saved": float(1 - cost[:, chosen].mean()),
+                "saved_interval": list(percentile_interval(saved)),
+                "top1": float(test[:, chosen].mean()),
+                "top1_change": float(test[:, chosen].mean() - test_alone.mean()),
+                "top1_change_interval": list(percentile_interval(top1 - resampled[:, -1])),
+                "exit_shares": (np.bincount(exits, minlength=len(relative)) / len(exits)).tolist(),
+            }
     return {
-        "plain_top1": float(right.mean()),
-        "goal": goal,
+        "top1_of_references": {name: float(test.mean()) for name, (_, test) in alone.items()},
+        "goals": {name: float(val.mean()) for name, (val, _) in alone.items()},
         "costs_of_exits": [cost / whole for cost in trace.costs.values],
-        "top1_of_exits": per_exit.tolist(),
+        "top1_of_exits": right(vanilla, trace.test).mean(1).tolist(),
         **rows,
     }
 
@@ -165,23 +207,32 @@ def run_variant(
     return net, trace_of(net, splits, folder / "trace.safetensors")
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Rows for the README."""
+def table(found: dict[str, Any]) -> str:
+    """Table for the README."""
     rows = []
     for name, variants in found.items():
-        for variant, each in variants.items():
-            exits = " / ".join(f"{100 * top1:.1f}" for top1 in each["top1_of_exits"])
-            cells = [exits]
-            for method in METHODS:
-                its = each[method]
+        for variant in (each for each in VARIANTS if each in variants):
+            row = variants[variant]
+            cells = [" / ".join(f"{100 * top1:.1f}" for top1 in row["top1_of_exits"])]
+            for reference in REFERENCES:
+                its = row[SHOWN].get(reference)
+                if its is None or variant == "continued":
+                    cells += ["", f"{100 * its['top1_change']:+.2f}" if its and reference == "original" else ""]
+                    continue
                 low, high = (100 * end for end in its["saved_interval"])
                 change, *ends = (100 * value for value in (its["top1_change"], *its["top1_change_interval"]))
                 cells += [
                     f"{100 * its['saved']:.0f} % ({low:.0f} to {high:.0f})",
                     f"{change:+.2f} ({ends[0]:+.2f} to {ends[1]:+.2f})",
                 ]
-            rows.append(f"| {name} | {variant} | {each['epochs']} | {' | '.join(cells)} |")
-    return rows
+            rows.append(f"| {name} | {variant} | {row['epochs']} | {' | '.join(cells)} |")
+    return HEADER + "\n".join(rows)
+
+
+def known_results() -> dict[str, Any]:
+    """Results of former runs."""
+    known: dict[str, Any] = json.loads(RESULTS.read_text())["data"] if RESULTS.exists() else {}
+    return known
 
 
 def main() -> None:
@@ -202,19 +253,20 @@ def main() -> None:
         plain = plain_network(name, root, arguments.runs)
         folder = arguments.runs / "joint" / name
         folder.mkdir(parents=True, exist_ok=True)
-        before, whole = trace_of(plain, splits, folder / "plain.safetensors"), float(ew.macs(plain, SHAPES[name])[-1])
+        whole, known = float(ew.macs(plain, SHAPES[name])[-1]), known_results()
+        references = {"original": trace_of(plain, splits, folder / "original.safetensors")}
         for variant in arguments.variants.split(";"):
             place = folder / variant.replace(", ", "-").replace(" ", "-")
             place.mkdir(exist_ok=True)
             module = plain_network(name, root, arguments.runs)
             net, trace = run_variant(variant, name, module, splits, arguments.epochs, place)
-            row = {"epochs": arguments.epochs, **measure(net, trace, before, whole, SHAPES[name])}
-            known = json.loads(RESULTS.read_text())["data"] if RESULTS.exists() else {}
+            if (continued := folder / "continued" / "trace.safetensors").exists():
+                references["continued"] = ew.Trace.load(continued)
+            row = {"epochs": arguments.epochs, **measure(net, trace, references, whole, SHAPES[name])}
             known.setdefault(name, {})[variant] = rounded(row)
             write_json(RESULTS, {"machine": machine(), "model": MODEL, "data": known})
-            print("\n".join(table({name: {variant: row}})), flush=True)
-            filled = fill_tables(PAGE.read_text(), {"joint": HEADER + "\n".join(table(known)) + "\n"})
-            PAGE.write_text(filled)
+            PAGE.write_text(fill_tables(PAGE.read_text(), {"joint": table(known)}))
+            print(table({name: {variant: row}}).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,21 @@ def test_each_convolution_halves_the_map_until_no_side_is_longer_than_4(
     out: Tensor = nn.Sequential(*layers)(torch.rand(2, channels, *shape))
     assert out.shape == (2, width, *reduced)
     assert reduced == small
-    assert [layer.weight.shape[0] for layer in layers if hasattr(layer, "kernel_size")] == widths
+    convolutions = [layer for layer in layers if hasattr(layer, "kernel_size")]
+    assert [layer.weight.shape[1] for layer in convolutions[::2]] == [1] * len(widths)  # every channel by itself
+    assert [layer.weight.shape[0] for layer in convolutions[1::2]] == widths
+
+
+def test_convolutions_of_a_head_are_cheap() -> None:
+    module, x = ew.models.resnet("cifar100-resnet14").eval(), torch.rand(1, 3, 32, 32)
+    at = ["stages.0.layer1", "stages.0.layer2"]
+    mlp, conv = (ew.macs(ew.attach(module, at, head=kind, example_inputs=x), (3, 32, 32)) for kind in ("mlp", "conv"))
+    # Of the first head, by hand: maps of 16 x 16, 8 x 8 and 4 x 4, whose channels are then mixed into twice as many.
+    maps = [(16, 256), (32, 64), (64, 16)]
+    convolutions = sum(pixels * (9 * channels + channels * 2 * channels) for channels, pixels in maps)
+    normalized = sum(pixels * 2 * channels for channels, pixels in maps)
+    assert conv[0] - mlp[0] == pytest.approx(convolutions, abs=6 * normalized + 128 * 128)
+    assert conv[-1] < 1.04 * mlp[-1]
 
 
 def test_only_large_maps_get_convolutions() -> None:
@@ -41,8 +55,8 @@ def test_only_large_maps_get_convolutions() -> None:
     at = ["stages.0.layer1", "stages.0.layer2"]
     net = ew.attach(module, at, head="conv", example_inputs=torch.rand(1, 3, 16, 16))
     large, small = (kinds(head) for head in net.exits[:-1])  # of 16 x 16 and 8 x 8
-    assert large.count("Conv2d") == 2
-    assert small.count("Conv2d") == 1
+    assert large.count("Conv2d") == 2 * 2
+    assert small.count("Conv2d") == 1 * 2
     plain = ew.attach(module, at, example_inputs=torch.rand(1, 3, 16, 16))
     last = net(x := torch.rand(3, 3, 16, 16))[-1]
     assert torch.equal(last, plain(x)[-1])

@@ -24,10 +24,10 @@ import exitwise as ew
 from exitwise import data
 from exitwise.core.seeds import derive_generator
 from exitwise.training import frozen_features
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.frozen_features import CachedFeatures
 from exitwise.training.history import History
 from exitwise.training.joint import exit_loss
-from exitwise.training.loop import TrainingCallback
 from exitwise.training.recipes import HeadRecipe
 from exitwise.training.trainable_head import TrainableHead, split_head
 

@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 
 import exitwise as ew
 from exitwise import data
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
 from exitwise.training.joint import ScaledGradients, find_kept_epoch
-from exitwise.training.loop import TrainingCallback
 
 pytestmark = pytest.mark.numerical
 

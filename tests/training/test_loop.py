@@ -23,11 +23,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import exitwise as ew
 from exitwise import data
 from exitwise.core.files import write_json
-from exitwise.training import loop, machine
+from exitwise.training import machine
 from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
-from exitwise.training.loop import TrainingCallback, worth_compiling
+from exitwise.training.machine import worth_compiling
 from exitwise.training.recipes import RECIPES, Recipe
 
 pytestmark = pytest.mark.numerical
@@ -591,7 +592,7 @@ def test_a_precision_that_the_cpu_dies_of_is_refused(
 def test_long_trainings_use_bfloat16_where_the_cpu_has_it(
     instructions: bool, tmp_path: Path, exitwise: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_LONG_TRAINING", 1)
+    monkeypatch.setattr(machine, "_LONG_TRAINING", 1)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": instructions, "amx_bf16": False})
     if not machine.survives(machine._PROBES["bf16-mixed"]):
         pytest.skip("this CPU cannot compute in bfloat16")

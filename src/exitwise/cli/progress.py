@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from exitwise.cli import tables
 from exitwise.core.rank import is_rank_zero
 from exitwise.models.input_batches import Progress as CollectProgress
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.history import EpochRecord, History
-from exitwise.training.loop import TrainingCallback
 
 
 class TrainingProgress(TrainingCallback):

@@ -56,7 +56,7 @@ def train(
     """
     from exitwise.cli.progress import TrainingProgress
     from exitwise.runs.train import resume_run, train_new_run
-    from exitwise.training.loop import TrainingInterruptedError
+    from exitwise.training.interruptions import TrainingInterruptedError
 
     if freeze_backbone:
         if resume:

@@ -26,11 +26,13 @@ from exitwise.runs.new_net import net_name, prepare_net
 from exitwise.runs.options import AttachOptions, DataOptions, ExecutionOptions, MachineOptions, NetOptions, TrainOptions
 from exitwise.runs.run import Run, run_metadata
 from exitwise.training.batch_sources import as_batch_source
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
+from exitwise.training.interruptions import TrainingInterruptedError
 from exitwise.training.joint import ORIGINAL_FILE, needs_original
-from exitwise.training.loop import Trainer, TrainingCallback, TrainingInterruptedError, worth_bf16, worth_compiling
-from exitwise.training.machine import Machine
+from exitwise.training.loop import Trainer
+from exitwise.training.machine import Machine, worth_bf16, worth_compiling
 from exitwise.training.recipes import JOINT, Recipe, get_recipe
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from exitwise.runs.data import load_new_data
 from exitwise.runs.new_net import prepare_net
 from exitwise.runs.options import AttachOptions, DataOptions, HeadTrainOptions, MachineOptions, NetOptions
 from exitwise.runs.run import run_metadata
+from exitwise.training.callbacks import TrainingCallback
 from exitwise.training.heads import train_heads
 from exitwise.training.history import History
-from exitwise.training.loop import TrainingCallback
 from exitwise.training.machine import Machine
 from exitwise.training.recipes import HeadRecipe
 

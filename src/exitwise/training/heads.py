@@ -16,10 +16,10 @@ from exitwise.core.errors import InputError
 from exitwise.core.nested import map_tensors
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.models.net import MultiExitNet, preserve_training_mode
+from exitwise.training.callbacks import TrainingCallback, resolve_former_name
 from exitwise.training.frozen_features import Cache, CachedFeatures, RecomputedFeatures, make_head_data
 from exitwise.training.history import EpochRecord, History
 from exitwise.training.joint import exit_loss
-from exitwise.training.loop import TrainingCallback, resolve_former_name
 from exitwise.training.recipes import HeadRecipe
 from exitwise.training.trainable_head import TrainableHead
 
@@ -70,7 +70,7 @@ def train_heads(
         cache: True caches the features, False recomputes them in every epoch, "auto" caches up to 2 GB.
         seed: Seed for data order, new weights and dropout.
         workers: Processes that decode image files of datasets of `ew.data`; 0 decodes in the training process.
-        callback: Object whose hooks are called as training proceeds, see `exitwise.training.loop.TrainingCallback`.
+        callback: Object whose hooks are called during training: an `exitwise.training.callbacks.TrainingCallback`.
         last: Former name of `train_last`.
         watcher: Former name of `callback`.
 

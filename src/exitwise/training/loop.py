@@ -5,86 +5,46 @@ recipe. A checkpoint of weights and momentum is therefore enough to resume bit f
 """
 
 import logging
-import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from exitwise.core import distributed
 from exitwise.core.checks import check_integer
-from exitwise.core.errors import AllRanksError, InputError, first_line, shorten
-from exitwise.core.files import remove_partial_files
-from exitwise.core.locks import exclusive_lock
+from exitwise.core.errors import AllRanksError, InputError, shorten
 from exitwise.core.seeds import as_generator, derive_seed
 from exitwise.core.tensorfiles import all_finite
 from exitwise.data.batches import MicroBatches
 from exitwise.models.net import MultiExitNet, preserve_training_mode
 from exitwise.models.weights import load_checkpoint, save_checkpoint
 from exitwise.training.batch_sources import BatchSource, as_batch_source, as_eval_loader
+from exitwise.training.callbacks import TrainingCallback, resolve_former_name
 from exitwise.training.checkpoints import CheckpointDirectory
 from exitwise.training.history import EpochRecord, History
+from exitwise.training.interruptions import TrainingInterruptedError, collect_stop_signals, lock_run
 from exitwise.training.joint import (
     ORIGINAL_FILE,
-    ScaledGradients,
     check_kept,
     describe_drop,
-    exit_loss,
     find_kept_epoch,
     load_original,
-    make_teacher,
     needs_original,
-    parameter_groups,
 )
-from exitwise.training.machine import Machine, has_bf16_instructions
+from exitwise.training.machine import Machine, can_compile
 from exitwise.training.recipes import Recipe, get_recipe
+from exitwise.training.steps import TrainingSteps
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
-
-_LONG_TRAINING = 5000  # batches; compiling takes one or two minutes, and saves about a quarter of the remaining time
-
-
-class TrainingInterruptedError(Exception):
-    """Training was stopped by a signal, after its checkpoint was written.
-
-    Args:
-        signal_number: The signal, such as `signal.SIGTERM`.
-        progress: Epochs and batches that are done, as text.
-    """
-
-    def __init__(self, signal_number: int, progress: str) -> None:
-        super().__init__(progress)
-        self.signal_number = signal_number
-
-
-class TrainingCallback:
-    """Hooks that a training calls. These do nothing: override those that you need."""
-
-    def on_features(self, split: str, done: int, samples: int | None) -> None:
-        """Handle progress of the backbone: features of `done` samples of a split are computed (`train_heads` only)."""
-
-    def on_train_start(self, epochs: int, batches: int, history: History) -> None:
-        """Handle the start: `epochs` of `batches` each; `history` has the epochs that are already done."""
-
-    def on_batch_end(self, epoch: int, batch: int, images_per_second: float, seconds_left: float) -> None:
-        """Handle the end of a batch; `epoch` counts from 0, `batch` from 1."""
-
-    def on_epoch_end(self, row: EpochRecord, kept: bool) -> None:
-        """Handle the end of an epoch; `kept` if its weights (with `train_heads`, those of any head) are the best."""
 
 
 @dataclass
@@ -158,7 +118,7 @@ def train(
         compile: Use `torch.compile`, which needs a C++ compiler.
         workers: Processes that decode image files of datasets of `ew.data`; 0 decodes in the training process.
         checkpoint_minutes: Write a checkpoint after this many minutes, besides those of every epoch.
-        callback: Object whose hooks are called as training proceeds, see `exitwise.training.loop.TrainingCallback`.
+        callback: Object whose hooks are called during training: an `exitwise.training.callbacks.TrainingCallback`.
         watcher: Former name of `callback`.
 
     Returns:
@@ -199,28 +159,6 @@ def train(
     return history
 
 
-def resolve_former_name(name: str, value: T | None, former_name: str, former_value: T | None) -> T | None:
-    """Return the value of an argument given by its name or by its former name, None if it is not given."""
-    if value is not None and former_value is not None:
-        raise InputError(f"`{former_name}` is the former name of `{name}`: pass only `{name}`")
-    return former_value if value is None else value
-
-
-def can_compile() -> bool:
-    """Return whether the C++ compiler that torch.compile needs is installed."""
-    return shutil.which(os.environ.get("CXX") or "g++") is not None
-
-
-def worth_compiling(batches: int) -> bool:
-    """Return whether a training of `batches` batches gains from torch.compile and this machine can compile."""
-    return batches >= _LONG_TRAINING and can_compile()
-
-
-def worth_bf16(batches: int, device: torch.device) -> bool:
-    """Return whether a training of `batches` batches gains from bfloat16: a long one on a CPU that has it."""
-    return batches >= _LONG_TRAINING and device.type == "cpu" and has_bf16_instructions()
-
-
 class Trainer:
     """One rank's part of a training.
 
@@ -254,8 +192,6 @@ class Trainer:
         self.state = TrainingState()
         self.callback = TrainingCallback()
         self.checkpoint_minutes = 10.0
-        self._has_run = False  # whether a forward pass of the net has succeeded
-        self._teacher: Callable[[Any], Tensor] | None = None
         if compile and not can_compile():
             raise AllRanksError("torch.compile needs a C++ compiler, but none was found: install g++, or set CXX")
         self._parts = fabric.world_size * self.accumulate
@@ -264,22 +200,7 @@ class Trainer:
                 f"`batch_size` must be a multiple of {fabric.world_size} processes x {accumulate} parts, "
                 f"but got {recipe.batch_size}"
             )
-        fast = compile or fabric.device.type == "cuda"  # on a CPU, channels-last without compiling is slower
-        self._memory_format = torch.channels_last if fast else torch.contiguous_format
-        if fast:
-            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._optimizer = torch.optim.SGD(
-            parameter_groups(net, recipe),
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov and recipe.momentum > 0,
-            weight_decay=recipe.weight_decay,
-            fused=fabric.device.type in ("cpu", "cuda"),
-        )
-        self._compile = compile
-        module: nn.Module = ScaledGradients(net) if recipe.scale_gradients else net
-        module = torch.compile(module) if compile else module  # type: ignore[assignment]
-        self._module, self._fabric_optimizer = fabric.setup(module, self._optimizer)
+        self._steps = TrainingSteps(net, recipe, fabric, compile)
 
     # -- checkpoints
 
@@ -293,10 +214,7 @@ class Trainer:
 
     def _write_checkpoint(self) -> None:
         tensors = {f"net.{name}": value for name, value in self.net.state_dict().items()}
-        for name, parameter in self.net.named_parameters():
-            momentum = self._optimizer.state[parameter].get("momentum_buffer")
-            if momentum is not None:
-                tensors[f"momentum.{name}"] = momentum
+        tensors |= {f"momentum.{name}": value for name, value in self._steps.momentum().items()}
         settings = {"recipe": self.recipe.to_dict(), "seed": self.seed, "parts": self._parts}
         precision = self.fabric.strategy.precision.state_dict()
         state = {**self.state.to_dict(), **settings, "precision": precision}
@@ -324,10 +242,9 @@ class Trainer:
         if shapes != {name: value.shape for name, value in weights.items()}:
             raise AllRanksError("the checkpoint is of another net: names or shapes of its weights differ")
         self.net.load_state_dict(weights)
-        for name, parameter in self.net.named_parameters():
-            if f"momentum.{name}" in tensors:
-                momentum = torch.empty_like(parameter, requires_grad=False).copy_(tensors[f"momentum.{name}"])
-                self._optimizer.state[parameter]["momentum_buffer"] = momentum
+        prefix = "momentum."
+        momentum = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        self._steps.load_momentum(momentum)
         self.fabric.strategy.precision.load_state_dict(dict(state.get("precision") or {}))
         self.state = training_state
 
@@ -343,13 +260,13 @@ class Trainer:
 
     def _run(self) -> History:
         cuda = [self.fabric.device.index] if self.fabric.device.type == "cuda" else []
-        with _lock_run(self.folder), _stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
+        with lock_run(self.folder), collect_stop_signals() as stop_signals, torch.random.fork_rng(devices=cuda):
             self.callback.on_train_start(self.recipe.epochs, len(self.source), self._history())
             if distributed.broadcast_object(self.checkpoints.newest() is None):
                 self._record_original(stop_signals)
                 self.save()
             if self.recipe.distill and self.state.epoch < self.recipe.epochs:
-                self._teacher = make_teacher(load_original(self.net, self.folder), self._compile)
+                self._steps.set_teacher(load_original(self.net, self.folder))
             while self.state.epoch < self.recipe.epochs:
                 self._train_epoch(stop_signals)
                 self._finish_epoch(stop_signals)
@@ -381,12 +298,12 @@ class Trainer:
         state, batches, rank = self.state, len(self.source), distributed.rank()
         if state.batch >= batches:
             return
-        self._module.train()
+        self._steps.module.train()
         own_parts = range(rank * self.accumulate, (rank + 1) * self.accumulate)
         first_batch, loop_start = state.batch, time.monotonic()
         epoch_start, last_save = loop_start - state.seconds, loop_start
         for micro_batches in self.source.epoch(state.epoch, state.batch, self._parts, own_parts):
-            self._set_lr(state.epoch, state.batch / batches)
+            self._steps.set_lr(self.recipe.lr_at(state.epoch, state.batch / batches))
             save_due = time.monotonic() - last_save > 60 * self.checkpoint_minutes
             loss, stop, save = self._step(micro_batches, bool(stop_signals), save_due)
             state.batch += 1
@@ -449,127 +366,27 @@ class Trainer:
         """Make one optimizer step; return the loss over all ranks and whether any of them requests a stop or a save."""
         state = self.state
         torch.manual_seed(derive_seed(self.seed, state.epoch, state.batch, distributed.rank()))
-        self._fabric_optimizer.zero_grad(set_to_none=True)
-        own_loss = torch.zeros((), dtype=torch.float64)
-        for count, (images, labels) in enumerate(micro_batches, start=1):
-            images = self.fabric.to_device(images)
-            if images.dim() == 4:
-                images = images.contiguous(memory_format=self._memory_format)
-            with self.fabric.no_backward_sync(self._module, enabled=count < len(micro_batches)):
-                logits, labels = self._compute_logits(images), self._check_labels(labels, "train")
-                teacher_logits = self._compute_teacher_logits(images)
-                part = self._sum_losses(logits, labels, teacher_logits) / len(micro_batches)
-                self.fabric.backward(part)
-            own_loss += part.detach().double().cpu()
+        own_loss = self._steps.compute_gradients(micro_batches)
         flags = torch.tensor([stop_requested, save_due], dtype=torch.float64)
         shared = torch.cat([own_loss[None] / distributed.world_size(), flags])
         loss, stop, save = distributed.all_reduce_sum(shared).tolist()
         if not isfinite(loss):
             where = f"epoch {state.epoch + 1}, batch {state.batch + 1}"
             raise AllRanksError(f"the loss became {loss} in {where}; {self.checkpoints.last_good_hint()}")
-        self._fabric_optimizer.step()
+        self._steps.update()
         return loss, stop > 0, save > 0
-
-    def _compute_logits(self, images: Tensor) -> list[Tensor]:
-        """Return the exits' logits; raise InputError if the first batch shows that the net cannot take such images."""
-        try:
-            logits: list[Tensor] = self._module(images)
-        except (RuntimeError, ValueError) as error:
-            if self._has_run:
-                raise
-            reason = first_line(error)
-            shape = tuple(images.shape[1:])
-            raise AllRanksError(f"the net cannot be trained on images of shape {shape}: {reason}") from None
-        self._has_run = True
-        return logits
-
-    def _check_labels(self, labels: Tensor, name: str) -> Tensor:
-        """Return labels on the net's device; raise InputError if the net has no such class."""
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.net.num_classes:
-            found = f"{int(labels.min())} to {int(labels.max())}"
-            raise InputError(f"`{name}` must have labels 0 to {self.net.num_classes - 1}, but has some from {found}")
-        moved: Tensor = self.fabric.to_device(labels)
-        return moved
-
-    def _compute_teacher_logits(self, images: Tensor) -> Tensor | None:
-        """Return the logits of the net before the training, None without distillation."""
-        if self._teacher is None:
-            return None
-        with self.fabric.autocast():
-            return self._teacher(images)
-
-    def _sum_losses(self, logits: list[Tensor], labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-        """Return the sum of the exits' losses; without a teacher's logits, of their cross-entropies."""
-        losses = [exit_loss(exit_logits.float(), labels, teacher_logits, self.recipe) for exit_logits in logits]
-        return torch.stack(losses).sum()
 
     def _validate(self, stop_signals: list[int]) -> tuple[tuple[float, ...], float]:
         """Return the top-1 accuracy of every exit and the mean of the summed losses over the validation split."""
-        exits = len(self.net.exits)
-        sums = torch.zeros(exits + 2, dtype=torch.float64)  # correct predictions per exit, loss, samples
-        self.net.eval()
+
+        def stop_if_requested() -> None:
+            # Several ranks finish the validation: if one stopped, the others would wait for it.
+            if stop_signals and distributed.world_size() == 1:
+                raise TrainingInterruptedError(stop_signals[0], self._describe_progress())
+
         # A loader that shuffles must give all ranks the same order.
         torch.manual_seed(derive_seed(self.seed, self.state.epoch))
-        with torch.inference_mode(), self.fabric.autocast():
-            for images, labels, *_ in distributed.shard_batches(self.val):
-                images, labels = self.fabric.to_device(images), self._check_labels(labels, "val")
-                logits = self.net(images)
-                correct = torch.stack([(exit_logits.argmax(1) == labels).sum() for exit_logits in logits])
-                loss = self._sum_losses(logits, labels) * len(labels)
-                sums += torch.cat([correct.double(), loss[None].double(), correct.new_tensor([len(labels)])]).cpu()
-                # Several ranks finish the validation: if one stopped, the others would wait for it.
-                if stop_signals and distributed.world_size() == 1:
-                    raise TrainingInterruptedError(stop_signals[0], self._describe_progress())
-        sums = distributed.all_reduce_sum(sums)
-        samples = float(sums[-1])
-        if not samples:
-            raise InputError("`val` gave no samples")
-        return tuple((sums[:exits] / samples).tolist()), float(sums[exits]) / samples
-
-    def _set_lr(self, epoch: int, done: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["relative_lr"] * self.recipe.lr_at(epoch, done)
+        return self._steps.validate(self.val, stop_if_requested)
 
     def _describe_progress(self) -> str:
         return f"after {self.state.epoch} epochs and {self.state.batch} batches"
-
-
-@contextmanager
-def _lock_run(folder: Path) -> Iterator[None]:
-    """Lock the run directory against concurrent training (released on process exit) and delete partial files."""
-    with ExitStack() as locks:
-        distributed.run_on_rank_zero(lambda: _acquire_lock(folder, locks))
-        yield
-
-
-def _acquire_lock(folder: Path, locks: ExitStack) -> None:
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(exclusive_lock(checkpoints / "lock", f"{folder} is being trained by another process"))
-    for path in (folder, checkpoints):
-        remove_partial_files(path)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT so that training stops after the current batch; a second signal stops it at once."""
-    received: list[int] = []
-
-    def receive(number: int, frame: Any) -> None:
-        if received:
-            signal.signal(number, previous_handlers[number])
-            signal.raise_signal(number)
-        received.append(number)
-
-    previous_handlers: dict[int, Any] = {}
-    try:
-        for number in (int(signal.SIGTERM), int(signal.SIGINT)):
-            previous_handlers[number] = signal.signal(number, receive)
-    except ValueError:  # only the main thread receives signals
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Convolutions of a head: they make a large map small before it is pooled."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ def make_convolutions(
 ) -> tuple[list[nn.Module], int, tuple[int, ...]]:
     """Return convolutions of stride 2, with BatchNorm and ReLU, and the channels and the sizes of the map they return.
 
-    Each halves the map, until no side is longer than 4, and doubles the channels up to 128, or to a quarter of those of
-    the map if that is more. A map that is small already needs none.
+    Each is separable: a convolution of every channel, then a mix of the channels. It halves the map, until no side is
+    longer than 4, and doubles the channels up to 128, or to a quarter of those of the map if that is more. A map that
+    is small already needs none.
 
     Args:
         channels: Channels of the map.
@@ -29,9 +31,15 @@ def make_convolutions(
     """
     layers: list[nn.Module] = []
     shape, max_width = tuple(map_shape), max(_MIN_WIDTH, channels // _REDUCTION)
+    convolution, normalization = _CONVOLUTIONS[len(shape)], _NORMALIZATIONS[len(shape)]
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
     while max(shape) > _MAX_SIDE:
         width = min(2 * channels, max_width)
-        convolution = _CONVOLUTIONS[len(shape)](channels, width, 3, 2, 1, bias=False, device=device, dtype=dtype)
-        layers += [convolution, _NORMALIZATIONS[len(shape)](width, device=device, dtype=dtype), nn.ReLU()]
+        layers += [
+            convolution(channels, channels, 3, 2, 1, groups=channels, **options),
+            convolution(channels, width, 1, **options),
+            normalization(width, device=device, dtype=dtype),
+            nn.ReLU(),
+        ]
         channels, shape = width, tuple(-(-side // 2) for side in shape)
     return layers, channels, shape
