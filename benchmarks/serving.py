@@ -34,7 +34,7 @@ import torch
 from record import options, record, zoo_trace
 
 import exitwise as ew
-from exitwise.policies.family import FamilyMember, PolicyFamily
+from exitwise.policies.family import FamilyMember, PolicyFamily, select_family
 from exitwise.runs.machine_load import measure_load
 from exitwise.runtime.bundle import MANIFEST, Manifest
 from exitwise.runtime.export import export_last_exit
@@ -93,7 +93,8 @@ def write_bundles(place: Path, bundle: Path | None, small: bool) -> None:
         policies = ew.fit_policies(preds, trace.val.labels, trace.costs, budgets=budgets, score=score)
         preprocessing = ew.Preprocessing(32, *NORMALIZATION)
         ew.Classifier(net, calibration, policies[-1], preprocessing=preprocessing).export(
-            place / "adaptive", family=sorted(policies, key=lambda policy: policy.cost or 0.0)
+            place / "adaptive",
+            family=select_family(list(map(FamilyMember.of, policies)), FamilyMember.of(policies[-1])),
         )
     manifest = Manifest.load(place / "adaptive")
     own, full = manifest.policy, manifest.costs.values[-1]

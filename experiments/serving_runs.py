@@ -261,7 +261,7 @@ def run_malformed(server: Server, count: int, good: Array) -> dict[str, Any]:
                 status = send_bytes(server, raw[number // 5])
                 first_line_of_bytes[status] += 1
             elif number % 100 == 0:
-                head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n" + "{"
+                head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n" + "{"
                 status = send_bytes(server, head.encode())
             else:
                 path, request = requests[number - number // 5 - 1]
