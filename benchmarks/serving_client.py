@@ -29,8 +29,8 @@ class Plan:
     Args:
         port: Port of the server on 127.0.0.1.
         phases: Pairs (requests per second, seconds), one after the other.
-        images: File (.npz) with `images` (n, 3, 32, 32) of bytes, `labels` (n,), and `plain` (n,): whether the plain net
-            classifies an image correctly.
+        images: File (.npz) with `images` (n, 3, 32, 32) of bytes, `labels` (n,), and `plain` (n,): whether the plain
+            net classifies an image correctly.
         sizes: Numbers of images per request, drawn with equal probability.
         protocol: How requests are written: v2, or base64 for JSON with the bytes of all images.
         path: Path of the requests.

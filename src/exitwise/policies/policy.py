@@ -416,7 +416,7 @@ def mixed_exit_mask(
 
 def _exceeds(score: Array, rounded: Any, threshold: Any, pred: ExitPrediction) -> Array:
     """Return the mask (n,) of the scores above a threshold or one each (n,), of which `rounded` are the float32."""
-    mask = score > rounded
+    mask: Array = np.asarray(score > rounded)
     tied = score == rounded
     if tied.any():  # only these need their hash
         least = threshold[tied] if isinstance(threshold, np.ndarray) else threshold

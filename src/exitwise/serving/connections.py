@@ -29,8 +29,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Accept a connection, or answer 503 and close it if there are too many."""
         super().connection_made(transport)
         if (connection := transport.get_extra_info("socket")) is not None:
-            # uvloop does it, and asyncio for sockets that name their protocol; otherwise the body of an answer waits until
-            # the client has acknowledged its headers, which clients delay by up to 40 ms.
+            # uvloop does it, and asyncio for sockets that name their protocol; otherwise the body of an answer waits
+            # until the client has acknowledged its headers, which clients delay by up to 40 ms.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.max_connections:
             transport.write(_raw_answer("503 Service Unavailable", "too many connections", "Retry-After: 1\r\n"))

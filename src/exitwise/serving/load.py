@@ -15,8 +15,8 @@ for an average. Two costs are affordable: with `C / r` the queue keeps its lengt
 the q other samples are worked off within a share of the objective. The second alone corrects every queue at once, in a
 single step. But accuracy is concave in the cost: the mean of a cheap and an expensive policy is less accurate than one
 between them. New requests therefore get the geometric mean of both costs, which corrects half of the deviation and
-needs hardly longer queues; in long ones at most `max_drain` times the second. The costs of successive batches are rounded to
-policies so that their mean is the affordable one.
+needs hardly longer queues; in long ones at most `max_drain` times the second. The costs of successive batches are
+rounded to policies so that their mean is the affordable one.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from exitwise.core.errors import InputError
 _UTILIZATION = 1.2  # of the measured capacity, with a policy that the controller moves to: the queue corrects it
 _MAX_UTILIZATION = 1.35  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
-_DRAIN_SHARE = 0.18  # of the latency objective, in which a queue of usual length is worked off
+_DRAIN_SHARE = 0.2  # of the latency objective, in which a queue of usual length is worked off
 _MAX_DRAIN = 1.75  # times as long at most may the policy of new requests take for a longer queue
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up

@@ -64,8 +64,10 @@ class Metrics:
             lambda endpoint, status: (self._requests.labels(endpoint, str(status)), self._seconds.labels(endpoint))
         )
         self._by_stage = cache(
-            lambda stage: tuple(
-                metric.labels(str(stage)) for metric in (self._stage_seconds, self._batch_size, self._exits)
+            lambda stage: (
+                self._stage_seconds.labels(str(stage)),
+                self._batch_size.labels(str(stage)),
+                self._exits.labels(str(stage)),
             )
         )
 

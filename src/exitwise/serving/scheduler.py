@@ -73,7 +73,7 @@ class Scheduler(Generic[State]):
         threads: Number of compute threads.
         strategy: Name of the strategy that chooses the next stage: deepest, oldest or fullest.
         on_batch: Called by a compute thread after every batch.
-        find_delay: Returns the seconds that a request waits before it is submitted, and its answer before it is sent.
+        find_delay: Returns the seconds that everything waits for the event loop which submits requests.
         clock: Clock of deadlines, in seconds.
     """
 
@@ -153,7 +153,8 @@ class Scheduler(Generic[State]):
             if self._closing:
                 raise ClosedError("the service is shutting down")
             limit = min(self._max_wait, timeout)
-            wait = self.load.predict_wait(self._pending) + 2 * self._find_delay()  # before it came, and for its answer
+            # It has waited for the event loop once, and its answer will wait again.
+            wait = self.load.predict_wait(self._pending) + 2 * self._find_delay()
             if self._pending and self._pending + (size or 1) > self._max_queue:
                 message, retry_after = f"the queue is full: {self._pending} images wait", wait
             elif wait > limit:
