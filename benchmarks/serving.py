@@ -300,7 +300,7 @@ PIECE_SIZES = {"one image": [1], "mixed sizes": [1, 1, 1, 4, 16, 32]}
 
 
 def table(measured: dict[str, Any]) -> list[str]:
-    """Return rows for the guide: service, load, p50, p99, in time, refused, late or lost, accuracy, million MACs."""
+    """Return rows for the guide: service, load, p50, p99, in time, refused, late or lost, accuracy, loss, cost."""
     rows = []
     for piece, found in measured.items():
         if piece == "step":
@@ -312,7 +312,8 @@ def table(measured: dict[str, Any]) -> list[str]:
                 load: [
                     *("-" if row[name] is None else f"{row[name]:.0f}" for name in ("p50", "p99")),
                     *(f"{100 * row[name]:.1f}" for name in ("goodput", "rejected", "late or lost")),
-                    *((f"{100 * row['accuracy']:.1f}", f"{row['budget'] / 1e6:.1f}") if row["budget"] else ("-", "-")),
+                    *(f"{100 * row[name]:.1f}" if row["budget"] else "-" for name in ("accuracy", "loss")),
+                    f"{row['budget'] / 1e6:.1f}" if row["budget"] else "-",
                 ]
                 for load, row in loads.items()
             }

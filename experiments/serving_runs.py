@@ -337,7 +337,7 @@ def describe(folder: Path) -> list[str]:
         f"| {rows['requests']:,} requests at once, {rows['rows']:,} images of CIFAR-100, {policies} policies "
         f"| {rows['wrong rows']} wrong rows; the probabilities differ by at most "
         f"{rows['largest difference of a probability']:.1g} from those of `Session` for this image alone |",
-        f"| the same, and 30 % of the clients wait only for a random time "
+        f"| the same, and 30 % of the clients disconnect at a random moment "
         f"| {cancelled['cancelled by the client']} disconnected, {cancelled['answered']} answered; "
         f"{cancelled['wrong rows']} wrong rows, {cancelled['images queued afterwards']} images left in the queues |",
         f"| {memory['requests']:,} requests of 1 to 16 images "
