@@ -175,6 +175,26 @@ def test_data_that_are_not_http_are_refused(server: Server) -> None:
         assert receive_all(connection).startswith(b"HTTP/1.1 400")
 
 
+def test_headers_have_a_limit(server: Server) -> None:
+    """Also while a value is not complete, and in those that follow a body in chunks."""
+    start = b"POST /classify HTTP/1.1\r\nHost: localhost\r\n"
+    many = b"".join(b"X-%d: %b\r\n" % (k, b"a" * 200) for k in range(100))
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    for data in (start + b"X: " + b"a" * 20_000, start + many, start + many + b"\r\n", start + chunks + many):
+        with socket.create_connection(server.address) as connection:
+            connection.sendall(data)
+            assert receive_all(connection).startswith(b"HTTP/1.1 4")
+
+
+def test_a_request_for_another_protocol_is_answered_in_this_one(server: Server) -> None:
+    lines = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(lines)
+        answers = receive_all(connection)
+    assert answers.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answers.lower()
+
+
 def test_damaged_requests_write_nothing_but_the_access_log(server: Server) -> None:
     damaged = b"--XX\nContent-Disposition: form-data\n\nabc"
     headers = {"Content-Type": "multipart/form-data; boundary=XX"}
