@@ -312,7 +312,7 @@ def table(measured: dict[str, Any]) -> list[str]:
                 load: [
                     *("-" if row[name] is None else f"{row[name]:.0f}" for name in ("p50", "p99")),
                     *(f"{100 * row[name]:.1f}" for name in ("goodput", "rejected", "late or lost")),
-                    *(f"{100 * row[name]:.1f}" if row["budget"] and name in row else "-" for name in ("accuracy", "loss")),
+                    *(f"{100 * row[key]:.1f}" if row["budget"] and key in row else "-" for key in ("accuracy", "loss")),
                     f"{row['budget'] / 1e6:.1f}" if row["budget"] else "-",
                 ]
                 for load, row in loads.items()
