@@ -34,10 +34,11 @@ import torch
 from record import options, record, zoo_trace
 
 import exitwise as ew
-from exitwise.policies.family import FamilyMember, PolicyFamily
+from exitwise.policies.family import FamilyMember, PolicyFamily, select_family
 from exitwise.runs.machine_load import measure_load
 from exitwise.runtime.bundle import MANIFEST, Manifest
 from exitwise.runtime.export import export_last_exit
+from exitwise.runtime.onnx import Session
 
 SLO = 0.05
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -62,8 +63,8 @@ class Setting:
 Requests = dict[str, np.ndarray]  # columns of the client, a row per request
 
 
-def write_images(root: Path | None, file: Path) -> None:
-    """Write the CIFAR-100 test images with their labels, or random ones."""
+def write_images(root: Path | None, plain: Path, file: Path) -> None:
+    """Write the CIFAR-100 test images, or random ones, with their labels and whether the plain net knows them."""
     if root is None:
         generator = np.random.default_rng(0)
         images, labels = generator.integers(0, 256, (200, 3, 32, 32), dtype=np.uint8), generator.integers(0, 100, 200)
@@ -72,7 +73,10 @@ def write_images(root: Path | None, file: Path) -> None:
 
         _, test = cifar.load(cifar.CIFAR100, root)
         images, labels = test.pixels.numpy(), test.labels.numpy()
-    np.savez(file, images=images, labels=labels)
+    family = Manifest.load(plain).family
+    session = Session(plain, policy=None if family is None else family[0].policy)
+    predicted = np.concatenate([session(images[k : k + 100]).predicted for k in range(0, len(images), 100)])
+    np.savez(file, images=images, labels=labels, plain=predicted == labels)
 
 
 def write_bundles(place: Path, bundle: Path | None, small: bool) -> None:
@@ -89,7 +93,8 @@ def write_bundles(place: Path, bundle: Path | None, small: bool) -> None:
         policies = ew.fit_policies(preds, trace.val.labels, trace.costs, budgets=budgets, score=score)
         preprocessing = ew.Preprocessing(32, *NORMALIZATION)
         ew.Classifier(net, calibration, policies[-1], preprocessing=preprocessing).export(
-            place / "adaptive", family=sorted(policies, key=lambda policy: policy.cost or 0.0)
+            place / "adaptive",
+            family=select_family(list(map(FamilyMember.of, policies)), FamilyMember.of(policies[-1])),
         )
     manifest = Manifest.load(place / "adaptive")
     own, full = manifest.policy, manifest.costs.values[-1]
@@ -169,7 +174,8 @@ def summarize(found: Requests) -> dict[str, float | None]:
     answered, refused = found["status"] == 200, np.isin(found["status"], (503, 504))
     latency = 1e3 * found["latency"][answered]
     quantiles = np.quantile(latency, [0.5, 0.99]).round(1).tolist() if len(latency) else [None, None]
-    images = found["images"][answered].sum()
+    images = max(1, found["images"][answered].sum())
+    accuracy, plain = (float(found[name][answered].sum() / images) for name in ("correct", "plain_correct"))
     goodput, rejected = (latency < 1e3 * SLO).sum() / len(answered), refused.mean()
     return {
         "requests": len(answered),
@@ -178,7 +184,9 @@ def summarize(found: Requests) -> dict[str, float | None]:
         "goodput": round(float(goodput), 4),
         "rejected": round(float(rejected), 4),
         "late or lost": abs(round(float(1 - goodput - rejected), 4)),
-        "accuracy": round(float(found["correct"][answered].sum() / max(1, images)), 4),
+        "accuracy": round(accuracy, 4),
+        "plain accuracy on the same images": round(plain, 4),
+        "loss": round(plain - accuracy, 4),
         "budget": mean_budget(found["budget"][answered]),
     }
 
@@ -292,7 +300,7 @@ PIECE_SIZES = {"one image": [1], "mixed sizes": [1, 1, 1, 4, 16, 32]}
 
 
 def table(measured: dict[str, Any]) -> list[str]:
-    """Return rows for the guide: service, load, p50, p99, in time, refused, late or lost, accuracy, million MACs."""
+    """Return rows for the guide: service, load, p50, p99, in time, refused, late or lost, accuracy, loss, cost."""
     rows = []
     for piece, found in measured.items():
         if piece == "step":
@@ -304,7 +312,8 @@ def table(measured: dict[str, Any]) -> list[str]:
                 load: [
                     *("-" if row[name] is None else f"{row[name]:.0f}" for name in ("p50", "p99")),
                     *(f"{100 * row[name]:.1f}" for name in ("goodput", "rejected", "late or lost")),
-                    *((f"{100 * row['accuracy']:.1f}", f"{row['budget'] / 1e6:.1f}") if row["budget"] else ("-", "-")),
+                    *(f"{100 * row[key]:.1f}" if row["budget"] and key in row else "-" for key in ("accuracy", "loss")),
+                    f"{row['budget'] / 1e6:.1f}" if row["budget"] else "-",
                 ]
                 for load, row in loads.items()
             }
@@ -323,7 +332,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         write_bundles(place, arguments.bundle, arguments.small)
-        write_images(None if arguments.small else arguments.cifar100, place / "images.npz")
+        write_images(None if arguments.small else arguments.cifar100, place / "plain", place / "images.npz")
         cores = sorted(os.sched_getaffinity(0))
         pair = None if len(cores) < 2 or arguments.small else (cores[0], cores[1])
         setting = Setting(place, place / "images.npz", 0.5 if arguments.small else arguments.seconds, pair)

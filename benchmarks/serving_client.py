@@ -29,7 +29,8 @@ class Plan:
     Args:
         port: Port of the server on 127.0.0.1.
         phases: Pairs (requests per second, seconds), one after the other.
-        images: File (.npz) with `images` (n, 3, 32, 32) of bytes and `labels` (n,).
+        images: File (.npz) with `images` (n, 3, 32, 32) of bytes, `labels` (n,), and `plain` (n,): whether the plain
+            net classifies an image correctly.
         sizes: Numbers of images per request, drawn with equal probability.
         protocol: How requests are written: v2, or base64 for JSON with the bytes of all images.
         path: Path of the requests.
@@ -109,11 +110,14 @@ class _Load:
         self.seconds = start
         self.due = np.concatenate(times)
         with np.load(plan.images) as file:
-            images, labels = file["images"], file["labels"]
-        self.chosen = [
-            generator.integers(0, len(images), size).tolist() for size in generator.choice(plan.sizes, len(self.due))
-        ]
+            images, labels, plain = file["images"], file["labels"], file["plain"]
+        ends = np.cumsum(generator.choice(plan.sizes, len(self.due)))
+        # All images are sent before one is sent again, so that accuracies of two loads hardly differ by chance.
+        rounds = -(-int(ends[-1]) // len(images)) if len(ends) else 0
+        order = np.concatenate([generator.permutation(len(images)) for _ in range(rounds)] or [np.arange(0)])
+        self.chosen = [rows.tolist() for rows in np.split(order[: int(ends[-1])], ends[:-1])] if rounds else []
         self.labels = [labels[rows].tolist() for rows in self.chosen]
+        self.plain_correct = [int(plain[rows].sum()) for rows in self.chosen]
         self.requests = [_write_request(plan, images[rows]) for rows in self.chosen]
         self.sent = np.full(len(self.due), np.nan)
         self.done = np.full(len(self.due), np.nan)
@@ -193,7 +197,10 @@ class _Load:
             self._idle.remove(connection)
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return a list per column: due and sent times, latency, status, numbers of images and of correct ones."""
+        """Return a list per column: due and sent times, latency, status, numbers of images and of correct ones.
+
+        `plain_correct` is the number of images that the plain net classifies correctly.
+        """
         rows = [_read_answer(answer, labels) for answer, labels in zip(self.answers, self.labels, strict=True)]
         known = ~np.isnan(self.done)
         begin = self.sent if self._plan.closed else self.due
@@ -202,6 +209,7 @@ class _Load:
         for name in ("status", "correct", "budget"):
             found[name] = [row[name] for row, keep in zip(rows, known, strict=True) if keep]
         found["images"] = [len(labels) for labels, keep in zip(self.labels, known, strict=True) if keep]
+        found["plain_correct"] = [number for number, keep in zip(self.plain_correct, known, strict=True) if keep]
         return found
 
 

@@ -4,7 +4,8 @@ usage: serving_runs.py rows CIFAR100_DIR | cancelled CIFAR100_DIR | memory | mal
 
 rows        1,000 requests of 1 to 64 images at once, with all policies of the family. Every row is compared with what a
             `Session` answers for this image alone at the policy of the answer.
-cancelled   The same, and 30 % of the clients wait only for a random time, of two seconds on average, and disconnect.
+cancelled   The same, and 30 % of the clients disconnect at a random moment before their answer: after a random share of
+            the time that this request took when nobody disconnected, which is measured first.
 memory      100,000 requests of 1 to 16 images from four clients: resident memory of the server, last quarter of the
             run against the first.
 malformed   10,000 malformed requests; after every hundred a good one, which must be answered.
@@ -83,18 +84,21 @@ class Asked:
     policy: int = -1
     probs: Array | None = None
     exits: Array | None = None
+    seconds: float = 0.0
 
 
 async def ask(server: Server, pool: Array, which: Array, budget: float, patience: float | None) -> Asked:
     """Ask for the rows of a pool, on a connection of its own; a client without patience disconnects."""
     connection = await Connection.open(server)
     try:
+        start = time.monotonic()
         connection.send(pool[which], budget=budget)
         try:
             async with asyncio.timeout(patience):
                 status, headers, body = await connection.receive()
         except TimeoutError:
             return Asked(which, None)
+        seconds = time.monotonic() - start
     finally:
         connection.writer.close()
     if status != 200:
@@ -105,11 +109,13 @@ async def ask(server: Server, pool: Array, which: Array, budget: float, patience
     size = probs["parameters"]["binary_data_size"]
     values = np.frombuffer(body[length : length + size], "<f4").reshape(probs["shape"])
     taken = np.frombuffer(body[length + size :], "<i8").reshape(exits["shape"])
-    return Asked(which, status, answer["parameters"]["policy"], values, taken)
+    return Asked(which, status, answer["parameters"]["policy"], values, taken, seconds)
 
 
-async def ask_at_once(server: Server, bundle: Path, pool: Array, count: int, cancel: float) -> list[Asked]:
-    """Ask `count` requests of mixed sizes and budgets at once, of which a share is cancelled at random moments."""
+async def ask_at_once(
+    server: Server, bundle: Path, pool: Array, count: int, patience: list[float | None] | None = None
+) -> list[Asked]:
+    """Ask `count` requests of mixed sizes and budgets at once; clients disconnect after their patience in seconds."""
     generator = np.random.default_rng(0)
     family = Session(bundle, threads=1).manifest.family
     assert family is not None
@@ -117,10 +123,20 @@ async def ask_at_once(server: Server, bundle: Path, pool: Array, count: int, can
     plans = []
     for _ in range(count):
         size = min(64, int(generator.geometric(0.2)))
-        patience = float(generator.exponential(2.0)) if generator.random() < cancel else None
-        plans.append((generator.integers(0, len(pool), size), float(generator.choice(budgets)), patience))
+        plans.append((generator.integers(0, len(pool), size), float(generator.choice(budgets))))
+    waits = [None] * count if patience is None else patience
     # The system connects some hundred clients at a time.
-    return await asyncio.gather(*(ask(server, pool, *plan) for plan in plans))
+    return await asyncio.gather(*(ask(server, pool, *plan, wait) for plan, wait in zip(plans, waits, strict=True)))
+
+
+def choose_patience(asked: list[Asked], share: float) -> list[float | None]:
+    """Return for a share of the requests a random part of the time that they took, and None for the others."""
+    generator = np.random.default_rng(1)
+    chosen = generator.random(len(asked)) < share
+    parts = generator.uniform(0.0, 0.9, len(asked))  # less than the whole: the next run is not exactly as fast
+    return [
+        float(part) * each.seconds if leaves else None for each, part, leaves in zip(asked, parts, chosen, strict=True)
+    ]
 
 
 def compare(bundle: Path, pool: Array, asked: list[Asked]) -> dict[str, Any]:
@@ -176,7 +192,9 @@ session_path: list[Path] = []  # the bundle of this run, for `_distance_to_thres
 def run_rows(server: Server, bundle: Path, pool: Array, count: int, cancel: float) -> dict[str, Any]:
     """Ask all at once and compare; afterwards nothing may be queued."""
     session_path[:] = [bundle]
-    asked = asyncio.run(ask_at_once(server, bundle, pool, count, cancel))
+    asked = asyncio.run(ask_at_once(server, bundle, pool, count))
+    if cancel:
+        asked = asyncio.run(ask_at_once(server, bundle, pool, count, choose_patience(asked, cancel)))
     statuses = Counter(each.status for each in asked)
     result = {"requests": count, "answered": statuses.pop(200, 0), "cancelled by the client": statuses.pop(None, 0)}
     result["other statuses"] = {str(status): number for status, number in statuses.items()}
@@ -261,7 +279,7 @@ def run_malformed(server: Server, count: int, good: Array) -> dict[str, Any]:
                 status = send_bytes(server, raw[number // 5])
                 first_line_of_bytes[status] += 1
             elif number % 100 == 0:
-                head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n" + "{"
+                head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n" + "{"
                 status = send_bytes(server, head.encode())
             else:
                 path, request = requests[number - number // 5 - 1]
@@ -319,7 +337,7 @@ def describe(folder: Path) -> list[str]:
         f"| {rows['requests']:,} requests at once, {rows['rows']:,} images of CIFAR-100, {policies} policies "
         f"| {rows['wrong rows']} wrong rows; the probabilities differ by at most "
         f"{rows['largest difference of a probability']:.1g} from those of `Session` for this image alone |",
-        f"| the same, and 30 % of the clients wait only for a random time "
+        f"| the same, and 30 % of the clients disconnect at a random moment "
         f"| {cancelled['cancelled by the client']} disconnected, {cancelled['answered']} answered; "
         f"{cancelled['wrong rows']} wrong rows, {cancelled['images queued afterwards']} images left in the queues |",
         f"| {memory['requests']:,} requests of 1 to 16 images "

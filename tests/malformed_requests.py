@@ -90,7 +90,7 @@ def malformed(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any]]]:
 def malformed_bytes(count: int, seed: int = 0) -> list[bytes]:
     """Return bytes that are no valid HTTP request, or one whose body is not what its headers say."""
     generator = random.Random(seed)
-    head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\n"
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n"
 
     def with_length(*lengths: object) -> bytes:
         return (head + "".join(f"Content-Length: {length}\r\n" for length in lengths) + "\r\n{}").encode()
@@ -106,11 +106,11 @@ def malformed_bytes(count: int, seed: int = 0) -> list[bytes]:
         lambda: chunked(b"1\r\n{\r\n0\r\n\r\n"),
         lambda: generator.randbytes(generator.randrange(8, 300)) + b"\r\n\r\n",
         lambda: f"POST {INFER}\r\n\r\n".encode(),
-        lambda: f"POST {INFER} HTTP/9.9\r\nHost: a\r\n\r\n".encode(),
+        lambda: f"POST {INFER} HTTP/9.9\r\nHost: localhost\r\n\r\n".encode(),
         lambda: f"POST {INFER} HTTP/1.1\r\n\r\n".encode(),  # no host
         lambda: (head + "X: " + "y" * 70_000 + "\r\n\r\n").encode(),
         lambda: (head + "X: y\r\n" * 20_000 + "\r\n").encode(),
-        lambda: f"POST /{'../' * generator.randrange(1, 9)}etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
+        lambda: f"POST /{'../' * generator.randrange(1, 9)}etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
         lambda: (head + "Bad Name: x\r\n\r\n").encode(),
         lambda: (head + "X: \x00\r\n\r\n").encode("latin-1"),
     ]

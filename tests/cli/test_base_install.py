@@ -12,6 +12,7 @@ from image_files import class_folders
 
 EXTRAS = (
     "PIL",
+    "httptools",
     "lightning_fabric",
     "matplotlib",
     "onnx",
@@ -23,6 +24,7 @@ EXTRAS = (
     "sklearn",
     "starlette",
     "uvicorn",
+    "uvloop",
 )
 NET = ("--model", "cifar100-resnet14", "--image-size", "32")
 

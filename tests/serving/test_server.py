@@ -160,7 +160,11 @@ def receive_all(connection: socket.socket) -> bytes:
 
 
 def test_data_that_are_not_http_are_refused(server: Server) -> None:
-    for data in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"):
+    for data in (
+        b"\x16\x03\x01\x02\x00",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    ):
         with socket.create_connection(server.address) as connection:
             connection.sendall(data + b"\r\n\r\n")
             answer = receive_all(connection)
@@ -169,6 +173,26 @@ def test_data_that_are_not_http_are_refused(server: Server) -> None:
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 10_000)
         assert receive_all(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_headers_have_a_limit(server: Server) -> None:
+    """Also while a value is not complete, and in those that follow a body in chunks."""
+    start = b"POST /classify HTTP/1.1\r\nHost: localhost\r\n"
+    many = b"".join(b"X-%d: %b\r\n" % (k, b"a" * 200) for k in range(100))
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    for data in (start + b"X: " + b"a" * 20_000, start + many, start + many + b"\r\n", start + chunks + many):
+        with socket.create_connection(server.address) as connection:
+            connection.sendall(data)
+            assert receive_all(connection).startswith(b"HTTP/1.1 4")
+
+
+def test_a_request_for_another_protocol_is_answered_in_this_one(server: Server) -> None:
+    lines = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(lines)
+        answers = receive_all(connection)
+    assert answers.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answers.lower()
 
 
 def test_damaged_requests_write_nothing_but_the_access_log(server: Server) -> None:
@@ -184,7 +208,7 @@ def test_too_many_connections_are_refused_and_the_others_served(server: Server) 
     try:
         answers = receive_all(connections[-1])
         assert answers.startswith(b"HTTP/1.1 503")
-        connections[0].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        connections[0].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert receive_all(connections[0]).startswith(b"HTTP/1.1 200")
     finally:
         for connection in connections:
@@ -201,7 +225,7 @@ def test_there_are_files_for_all_connections(bundle: Path) -> None:
         with started(bundle, "--max-connections", "400") as server:
             resource.setrlimit(resource.RLIMIT_NOFILE, former)
             connections = [socket.create_connection(server.address) for _ in range(350)]
-            connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert receive_all(connections[-1]).startswith(b"HTTP/1.1 200")
             for connection in connections:
                 connection.close()
@@ -238,7 +262,11 @@ def test_slow_headers_are_given_up() -> None:
         config = uvicorn.Config(app, log_config=None)
         config.load()
         kind = limit_connections(5, header_timeout=0.02, write_timeout=0.02)
-        for parts, closes in (([], True), ([b"GET / HT"], True), ([b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], False)):
+        for parts, closes in (
+            ([], True),
+            ([b"GET / HT"], True),
+            ([b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"], False),
+        ):
             transport = Transport()
             protocol = kind(config, ServerState(), {})
             protocol.connection_made(transport)  # type: ignore[arg-type]
@@ -303,7 +331,7 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Path, 
 def test_a_second_signal_ends_at_once(bundle: Path) -> None:
     """A body that never comes keeps the server waiting after the first."""
     with started(bundle, "--body-timeout", "60s") as server, socket.create_connection(server.address) as connection:
-        head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+        head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 100")
         server.process.send_signal(signal.SIGTERM)

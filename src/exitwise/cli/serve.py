@@ -36,6 +36,13 @@ def serve(
     cors: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call the service, or *; may be repeated.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which clients call the service, for example that of a proxy, or * for any; may be repeated.",
+            show_default="any name, or on loopback only its own",
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of /metrics.", show_default="that of the service", min=0, max=65535)
     ] = None,
@@ -75,7 +82,7 @@ def serve(
     from exitwise.serving.errors import require_serve
 
     require_serve()
-    from exitwise.serving.security import ApiKeys
+    from exitwise.serving.security import ApiKeys, is_loopback
     from exitwise.serving.server import Address, log_to_stderr, run
 
     settings = Settings(
@@ -93,6 +100,7 @@ def serve(
         timeout=parse_duration("timeout", timeout),
         body_timeout=parse_duration("body_timeout", body_timeout),
         cors=tuple(cors or ()),
+        hosts=(*([host] if is_loopback(host) else []), *(name.lower() for name in allowed_host or ())),
     )
     address = Address(host, port, metrics_port, page, page_port, tls_cert, tls_key, max_connections)
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)

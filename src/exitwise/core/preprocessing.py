@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,10 +22,13 @@ Pixels = TypeVar("Pixels", Array, "Tensor")
 _RANGE_FACTOR = 10  # floats this many times beyond the range of normalized images are refused
 
 
-def normalization_factors(mean: Sequence[float], std: Sequence[float]) -> tuple[Array, Array]:
+@lru_cache(maxsize=16)
+def normalization_factors(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Array, Array]:
     """Return float32 `scale` and `shift` (channels, 1, 1): (pixels / 255 - mean) / std = pixels * scale + shift."""
     means, stds = (np.asarray(values, dtype=np.float32)[:, None, None] for values in (mean, std))
-    return 1 / (255 * stds), -means / stds
+    scale, shift = 1 / (255 * stds), -means / stds
+    scale.flags.writeable = shift.flags.writeable = False  # all callers share them
+    return scale, shift
 
 
 def normalize(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Pixels:
@@ -38,9 +41,12 @@ def normalize(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Pi
         mean: Mean of each channel, for values in 0..1.
         std: Standard deviation of each channel, for values in 0..1.
     """
-    scale, shift = normalization_factors(mean, std)
+    scale, shift = normalization_factors(tuple(mean), tuple(std))
     if isinstance(pixels, np.ndarray):
-        return pixels.astype(np.float32) * scale + shift
+        normalized = pixels.astype(np.float32)
+        normalized *= scale
+        normalized += shift
+        return normalized
     import torch
 
     scales, shifts = (torch.as_tensor(values, device=pixels.device) for values in (scale, shift))

@@ -191,11 +191,7 @@ class Policy(Result):
             value = score[0]
             if value != threshold:
                 return np.array([value > threshold]), state
-        mask = score > threshold
-        tied = score == threshold
-        if tied.any():  # only these need their hash
-            mask[tied] = break_ties(score[tied], pred.probs[tied]) >= self.thresholds[exit]
-        return mask, state
+        return _exceeds(score, threshold, self.thresholds[exit], pred), state
 
     def _compute_scores(self, exit: int, pred: ExitPrediction, state: ScoreState) -> tuple[Array, ScoreState]:
         """Return the scores (n,) of an exit as float32, without ties broken, and the updated score state."""
@@ -395,3 +391,34 @@ def check_costs(costs: Costs | Sequence[float] | None, exits: int) -> Costs:
     if len(checked) != exits:
         raise InputError(f"`costs` must have one value for each of {exits} exits, but has {len(checked)}")
     return checked
+
+
+def mixed_exit_mask(
+    policies: Sequence[Policy], which: Array, exit: int, pred: ExitPrediction, state: ScoreState
+) -> tuple[Array, ScoreState]:
+    """Return what `Policy.exit_mask` does, for samples with different policies on one score, which is computed once.
+
+    Args:
+        policies: Policies that differ only in their thresholds.
+        which: Index (n,) of the policy of each sample.
+        exit: Index of the exit, 0 to K - 1.
+        pred: Prediction of the exit, with probs (n, c).
+        state: Score state (n, m) from the previous exit; None at the first exit, or if the score needs none.
+    """
+    scoring = next((policy for policy in policies if policy.thresholds[exit] != -inf), None)
+    if scoring is None:
+        return np.ones(len(pred.probs), dtype=bool), None
+    score, state = scoring._compute_scores(exit, pred, state)
+    thresholds = np.array([policy.thresholds[exit] for policy in policies])[which]
+    rounded = np.array([policy._float32_thresholds[exit] for policy in policies])[which]
+    return _exceeds(score, rounded, thresholds, pred), state
+
+
+def _exceeds(score: Array, rounded: Any, threshold: Any, pred: ExitPrediction) -> Array:
+    """Return the mask (n,) of the scores above a threshold or one each (n,), of which `rounded` are the float32."""
+    mask: Array = np.asarray(score > rounded)
+    tied = score == rounded
+    if tied.any():  # only these need their hash
+        least = threshold[tied] if isinstance(threshold, np.ndarray) else threshold
+        mask[tied] = break_ties(score[tied], pred.probs[tied]) >= least
+    return mask

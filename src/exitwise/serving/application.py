@@ -26,7 +26,7 @@ from exitwise.serving.exchange import note as _note
 from exitwise.serving.exchange import parse_top, read_body
 from exitwise.serving.explain import rank_classes
 from exitwise.serving.images import Upload, decode_uploads, split_upload
-from exitwise.serving.middleware import AccessLog, RequireApiKey
+from exitwise.serving.middleware import AccessLog, CheckOrigin, RequireApiKey
 from exitwise.serving.openapi import describe_api
 from exitwise.serving.page import PageEndpoints
 from exitwise.serving.queues import DeadlineError, ServedRows
@@ -76,23 +76,10 @@ def app(
         finally:
             await service.close()
 
-    middleware = _logging_and_limits(service)
-    if service.settings.cors:
-        allowed = ["Authorization", "Content-Type", "X-API-Key", protocol.HEADER_LENGTH]
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(service.settings.cors),
-                allow_methods=["GET", "POST"],
-                allow_headers=allowed,
-            )
-        )
-    if api_keys is not None:
-        middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
     endpoints = _Endpoints(service, page, metrics)
     application = Starlette(
         routes=[*endpoints.routes(), *(PageEndpoints(service).routes() if page else ())],
-        middleware=middleware,
+        middleware=_middleware(service, api_keys),
         exception_handlers=_exception_handlers(endpoints),
         lifespan=lifespan,
     )
@@ -102,24 +89,38 @@ def app(
 
 def page_app(service: Service, api_keys: ApiKeys | None = None) -> Starlette:
     """Return an application that serves only the page of a service and what it needs, for a port of their own."""
-    middleware = _logging_and_limits(service)
-    if api_keys is not None:
-        middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=service.metrics))
     handlers = _exception_handlers(_Endpoints(service))
-    return Starlette(routes=PageEndpoints(service).routes(), middleware=middleware, exception_handlers=handlers)
+    return Starlette(
+        routes=PageEndpoints(service).routes(), middleware=_middleware(service, api_keys), exception_handlers=handlers
+    )
 
 
 def metrics_app(service: Service) -> Starlette:
     """Return an application that serves only the metrics of a service, for a port of their own."""
     endpoints = _Endpoints(service)
-    return Starlette(routes=[Route("/metrics", endpoints.metrics)], exception_handlers={HTTPException: _refuse_http})
+    routes, handlers = [Route("/metrics", endpoints.metrics)], {HTTPException: _refuse_http}
+    return Starlette(routes=routes, middleware=[_origin_check(service)], exception_handlers=handlers)
 
 
-def _logging_and_limits(service: Service) -> list[Middleware]:
-    return [
-        Middleware(AccessLog, metrics=service.metrics),
+def _middleware(service: Service, api_keys: ApiKeys | None) -> list[Middleware]:
+    """Return what surrounds all endpoints but metrics on a port of their own: log, limits, and who may come in."""
+    cors, metrics = service.settings.cors, service.metrics
+    middleware = [
+        Middleware(AccessLog, metrics=metrics),
         Middleware(LimitBodies, memory=service.body_memory),
+        _origin_check(service),
     ]
+    if cors:
+        allowed = ["Authorization", "Content-Type", "X-API-Key", protocol.HEADER_LENGTH]
+        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": allowed}
+        middleware.append(Middleware(CORSMiddleware, allow_origins=list(cors), **options))
+    if api_keys is not None:
+        middleware.append(Middleware(RequireApiKey, keys=api_keys, metrics=metrics))
+    return middleware
+
+
+def _origin_check(service: Service) -> Middleware:
+    return Middleware(CheckOrigin, hosts=service.settings.hosts, cors=service.settings.cors, metrics=service.metrics)
 
 
 def _exception_handlers(endpoints: "_Endpoints") -> dict[Any, Any]:
@@ -154,6 +155,7 @@ class _Endpoints:
     def routes(self) -> list[Route]:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         routes = [
+            Route(f"{model}/infer", self.infer, methods=["POST"]),  # first: the search goes through them in order
             Route("/v2", self.describe_server),
             Route("/v2/health/live", self.live),
             Route("/v2/health/ready", self.ready),
@@ -162,11 +164,8 @@ class _Endpoints:
             Route("/docs", self.api_page),
         ]
         for path in (model, version):
-            routes += [
-                Route(path, self.describe_model),
-                Route(f"{path}/ready", self.model_ready),
-                Route(f"{path}/infer", self.infer, methods=["POST"]),
-            ]
+            routes += [Route(path, self.describe_model), Route(f"{path}/ready", self.model_ready)]
+        routes.append(Route(f"{version}/infer", self.infer, methods=["POST"]))
         return [*routes, Route("/metrics", self.metrics)] if self._metrics else routes
 
     async def live(self, request: Request) -> Response:

@@ -5,11 +5,13 @@ import json
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
 
-class LimitedProtocol(H11Protocol):
-    """An HTTP/1.1 connection that is closed if headers or the reading of an answer take too long.
+class LimitedProtocol(HttpToolsProtocol):
+    """An HTTP/1.1 connection that is closed if headers are too long, or they or the reading of an answer take too long.
 
     The limits are class attributes, because uvicorn makes the instances: `limit_connections` returns a subclass.
     """
@@ -17,6 +19,9 @@ class LimitedProtocol(H11Protocol):
     max_connections = 1000
     header_timeout = 10.0
     write_timeout = 30.0
+    _header_size = 0  # bytes of names and values so far
+    _in_headers = False
+    _unparsed = 0  # bytes that came since the headers began, which may be one value that is not complete
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
@@ -24,8 +29,8 @@ class LimitedProtocol(H11Protocol):
         """Accept a connection, or answer 503 and close it if there are too many."""
         super().connection_made(transport)
         if (connection := transport.get_extra_info("socket")) is not None:
-            # asyncio does it only for sockets that name their protocol; otherwise the body of an answer waits until the
-            # client has acknowledged its headers, which clients delay by up to 40 ms.
+            # uvloop does it, and asyncio for sockets that name their protocol; otherwise the body of an answer waits
+            # until the client has acknowledged its headers, which clients delay by up to 40 ms.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.max_connections:
             transport.write(_raw_answer("503 Service Unavailable", "too many connections", "Retry-After: 1\r\n"))
@@ -44,11 +49,34 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
+        if self._in_headers:
+            self._unparsed += len(data)
+            if self._unparsed > _MAX_HEADER and not self.transport.is_closing():
+                self.send_400_response(f"the headers have more than {_MAX_HEADER} bytes")
         if self._is_idle:
             if self._timer is None:
                 self._start_timer()
         else:
             self._stop_timer()
+
+    def on_message_begin(self) -> None:
+        """Start to count the headers of a request."""
+        super().on_message_begin()
+        self._in_headers, self._header_size, self._unparsed = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header, or one that follows a body in chunks; an error makes the parser refuse the request."""
+        self._header_size += len(name) + len(value)
+        if self._header_size > _MAX_HEADER:
+            raise ValueError("the headers are too long")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start to answer a request."""
+        self._in_headers = False
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False  # the protocol stays; what follows in the same packet would be lost
 
     @property
     def _is_idle(self) -> bool:

@@ -23,6 +23,7 @@ class ClientDisconnectedError(Exception):
 def require_serve() -> None:
     """Raise InputError if a package of the extra `serve` is not installed."""
     try:
+        import httptools  # noqa: F401
         import onnxruntime  # noqa: F401
         import PIL  # noqa: F401
         import prometheus_client  # noqa: F401

@@ -11,13 +11,17 @@ more expensive only after the target was higher for `patience` seconds, and then
 up that had to be taken back soon, the patience doubles.
 
 The queue decides for single requests: Poisson arrivals and pauses of the machine make queues that are too short-lived
-for an average. In a long queue, new requests get a cheaper policy: the most expensive one with which the q other
-samples are worked off within a share of the objective, q * cost / C <= share * slo.
+for an average. Two costs are affordable: with `C / r` the queue keeps its length, and with `drain_share * slo * C / q`
+the q other samples are worked off within a share of the objective. The second alone corrects every queue at once, in a
+single step. But accuracy is concave in the cost: the mean of a cheap and an expensive policy is less accurate than one
+between them. New requests therefore get the geometric mean of both costs, which corrects half of the deviation and
+needs hardly longer queues; in long ones at most `max_drain` times the second. The costs of successive batches are
+rounded to policies so that their mean is the affordable one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, sqrt
 
 from exitwise.core.checks import check_integer, check_number
 from exitwise.core.errors import InputError
@@ -25,7 +29,8 @@ from exitwise.core.errors import InputError
 _UTILIZATION = 1.2  # of the measured capacity, with a policy that the controller moves to: the queue corrects it
 _MAX_UTILIZATION = 1.35  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
-_DRAIN_SHARE = 0.25  # of the latency objective, in which a queue is worked off with the policy of new requests
+_DRAIN_SHARE = 0.2  # of the latency objective, in which a queue of usual length is worked off
+_MAX_DRAIN = 1.5  # times as long at most may the policy of new requests take for a longer queue
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
 _MAX_PATIENCE = 4.0
@@ -100,6 +105,7 @@ class LoadController:
         self._patience = _PATIENCE
         self._last_update: float | None = None
         self._last_queued = 0
+        self._carried = 0.0  # cost that the last policies were too cheap, or if negative too expensive
 
     def add_arrivals(self, now: float, count: int) -> None:
         """Record that `count` samples arrived."""
@@ -140,7 +146,23 @@ class LoadController:
         """
         if others <= 0:
             return self.index
-        return min(self.index, self._most_expensive(self.capacity * _DRAIN_SHARE * self._slo / others))
+        rate = max(self._fast.rate, self._slow.rate)
+        steady, draining = self.capacity / rate if rate > 0 else inf, self.capacity * _DRAIN_SHARE * self._slo / others
+        return self._round(min(sqrt(steady * draining), _MAX_DRAIN * draining))
+
+    def _round(self, affordable: float) -> int:
+        """Return the index of the next cheaper or more expensive policy, so that the mean cost is the affordable one.
+
+        What a policy costs too little or too much is carried over to the next call.
+        """
+        below = self._most_expensive(affordable)
+        if below >= self.index or self._costs[below] > affordable:
+            return min(below, self.index)
+        wanted = affordable + self._carried
+        gap = self._costs[below + 1] - self._costs[below]
+        chosen = below + (wanted - self._costs[below] >= gap / 2)
+        self._carried = max(-gap, min(gap, wanted - self._costs[chosen]))
+        return chosen
 
     def update(self, now: float, queued: int) -> int:
         """Return the index of the policy for the load, given the samples that are queued or running."""

@@ -1,6 +1,7 @@
 """Metrics of a service for Prometheus, in a registry of their own."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,7 +15,7 @@ _LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CLASSIFYING = ("classify", "infer")  # endpoints whose requests the recent load counts
 _REJECTED = (503, 504)
-REASONS = ("overload", "shutdown", "deadline", "disconnected", "unauthorized", "too_large", "invalid")
+REASONS = ("overload", "shutdown", "deadline", "disconnected", "unauthorized", "forbidden", "too_large", "invalid")
 
 
 class Metrics:
@@ -58,11 +59,23 @@ class Metrics:
         registry.register(self._queues)
         for reason in REASONS:
             self._rejected.labels(reason)
+        # To find the series of labels takes longer than to count.
+        self._by_endpoint = cache(
+            lambda endpoint, status: (self._requests.labels(endpoint, str(status)), self._seconds.labels(endpoint))
+        )
+        self._by_stage = cache(
+            lambda stage: (
+                self._stage_seconds.labels(str(stage)),
+                self._batch_size.labels(str(stage)),
+                self._exits.labels(str(stage)),
+            )
+        )
 
     def count_request(self, endpoint: str, status: int, seconds: float) -> None:
         """Count an answered request."""
-        self._requests.labels(endpoint, str(status)).inc()
-        self._seconds.labels(endpoint).observe(seconds)
+        requests, latencies = self._by_endpoint(endpoint, status)
+        requests.inc()
+        latencies.observe(seconds)
         if endpoint in _CLASSIFYING and status == 200:
             self.recent.add_answer(seconds)
         elif endpoint in _CLASSIFYING and status in _REJECTED:
@@ -78,14 +91,14 @@ class Metrics:
 
     def add_batch(self, batch: BatchRecord) -> None:
         """Count a batch and the images that exited after it."""
-        stage = str(batch.stage)
-        self._stage_seconds.labels(stage).observe(batch.seconds)
-        self._batch_size.labels(stage).observe(batch.size)
+        seconds, sizes, exits = self._by_stage(batch.stage)
+        seconds.observe(batch.seconds)
+        sizes.observe(batch.size)
         if batch.errors:
             self._image_errors.inc(batch.errors)
         if len(batch.exited):
             self._images.inc(len(batch.exited))
-            self._exits.labels(stage).inc(len(batch.exited))
+            exits.inc(len(batch.exited))
             self.recent.add_exits(batch.stage, len(batch.exited))
             self._confidence.inc(float(batch.exited.max(axis=1).sum()))
 

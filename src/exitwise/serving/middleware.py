@@ -1,15 +1,17 @@
-"""ASGI middleware: the access log with request metrics, and the check of API keys."""
+"""ASGI middleware: the access log with request metrics, and the checks of hosts, origins and API keys."""
 
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from exitwise.core.errors import shorten
 from exitwise.serving.errors import ClientDisconnectedError
 from exitwise.serving.metrics import Metrics
-from exitwise.serving.security import OPEN_PATHS, ApiKeys
+from exitwise.serving.security import OPEN_PATHS, ApiKeys, host_is_allowed, origin_is_allowed
 
 _access = logging.getLogger("exitwise.serving.access")
 _DISCONNECTED = 499  # status in the log and the metrics of a request whose client went away
@@ -63,6 +65,41 @@ class AccessLog:
                 _access.info("%s", json.dumps(line))
 
 
+class CheckOrigin:
+    """Answer 403 to requests of pages of other sites, which a browser on this machine or network may send.
+
+    Args:
+        app: The application.
+        hosts: Names of the service; see `host_is_allowed`.
+        cors: Origins that are allowed besides the service's own.
+        metrics: Counts what is refused.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], cors: Sequence[str], metrics: Metrics) -> None:
+        self._app, self._hosts, self._cors, self._metrics = app, hosts, cors, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._find_error(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        self._metrics.reject("forbidden")
+        await _send_error(send, 403, error)
+
+    def _find_error(self, scope: Scope) -> str | None:
+        host = origin = None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value.decode("latin-1")
+            elif name == b"origin":
+                origin = value.decode("latin-1")
+        if host is not None and not host_is_allowed(host, self._hosts):
+            return f"the service is not called {shorten(host)}: --allowed-host allows other names"
+        if origin is not None and not origin_is_allowed(origin, host or "", self._hosts, self._cors):
+            return f"pages of {shorten(origin)} may not call the service: --cors allows other origins"
+        return None
+
+
 class RequireApiKey:
     """Answer 401 to requests without a valid key, except those of probes.
 
@@ -77,14 +114,15 @@ class RequireApiKey:
             await self._app(scope, receive, send)
             return
         self._metrics.reject("unauthorized")
-        body = json.dumps({"error": "a valid API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY"}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"www-authenticate", b"Bearer"),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        error = "a valid API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY"
+        await _send_error(send, 401, error, (b"www-authenticate", b"Bearer"))
+
+
+async def _send_error(send: Send, status: int, error: str, *headers: tuple[bytes, bytes]) -> None:
+    body = json.dumps({"error": error}).encode()
+    described = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*described, *headers]})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _find_key(scope: Scope) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from exitwise.core.errors import InputError
 from exitwise.core.predictions import Array, ExitPrediction
-from exitwise.policies.policy import Policy
+from exitwise.policies.policy import Policy, mixed_exit_mask
 from exitwise.policies.scores import ScoreState
 from exitwise.runtime.engine import ActiveSamples, Backend, ExitedSamples, ExitRule
 
@@ -147,14 +147,25 @@ class MixedPolicies:
         indices: list[int] = sorted(set(self._which.tolist()))
         if len(indices) == 1:
             return self._policies[indices[0]].exit_mask(exit, pred, state)
+        rules = [self._policies[index] for index in indices]
+        places = np.searchsorted(indices, self._which)
+        policies = [rule for rule in rules if isinstance(rule, Policy)]
+        if len(policies) == len(rules) and all(each.score_model == policies[0].score_model for each in policies):
+            return mixed_exit_mask(policies, places, exit, pred, state)
+        return self._ask_each(rules, places, exit, pred, state)
+
+    def _ask_each(
+        self, rules: Sequence[ExitRule], places: Array, exit: int, pred: ExitPrediction, state: ScoreState
+    ) -> tuple[Array, ScoreState]:
+        """Return the exit mask (n,) and the score state (n, m), from each rule for its own samples."""
         mask: Array = np.ones(len(pred.probs), dtype=bool)
         next_state: ScoreState = None
-        for index in indices:
-            rows = np.flatnonzero(self._which == index)
+        for index, rule in enumerate(rules):
+            rows = np.flatnonzero(places == index)
             part = pred.take(rows)
             if pred.variance is not None:
                 part = part.with_variance(pred.variance[rows])
-            mask[rows], part_state = self._policies[index].exit_mask(exit, part, None if state is None else state[rows])
+            mask[rows], part_state = rule.exit_mask(exit, part, None if state is None else state[rows])
             if part_state is not None:
                 if next_state is None:
                     next_state = np.zeros((len(mask), *part_state.shape[1:]), dtype=part_state.dtype)

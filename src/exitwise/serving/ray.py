@@ -128,7 +128,7 @@ def _parse_field(name: str, value: Any) -> Any:
     if name not in defaults:
         known = ", ".join(defaults)
         raise InputError(f"`args` may have bundle, replicas, max_replicas, api_key_file, {known}, not {shorten(name)}")
-    if name == "cors":
+    if name in ("cors", "hosts"):
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if not isinstance(value, str):
         return value

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, exp, floor, log
 from typing import Any
 
@@ -18,13 +19,20 @@ _BIN = log(1.05)
 
 @dataclass
 class _Second:
-    """Counts of one second; `policy` is the last one that was recorded in it, None if there was none."""
+    """Counts of one second; `policy` is the last one that was recorded in it, None if there was none.
+
+    `quantiles` are those of its latencies, computed once when it has passed.
+    """
 
     requests: int = 0
     rejected: int = 0
     latencies: "Counter[int]" = field(default_factory=Counter)
     exits: "Counter[int]" = field(default_factory=Counter)
     policy: int | None = None
+
+    @cached_property
+    def quantiles(self) -> tuple[float | None, float | None]:
+        return _quantile(self.latencies, 0.5), _quantile(self.latencies, 0.99)
 
 
 class RecentLoad:
@@ -90,9 +98,12 @@ class RecentLoad:
         """
         with self._lock:
             now = floor(self._clock())
-            seconds = [self._seconds.get(now - ago, _Second()) for ago in range(WINDOW, 0, -1)]
+            nothing = _Second()
+            seconds = [self._seconds.get(now - ago, nothing) for ago in range(WINDOW, 0, -1)]
             last = seconds[-NOW:]
-            latencies: Counter[int] = sum((second.latencies for second in last), Counter())
+            latencies: Counter[int] = Counter()
+            for second in last:
+                latencies.update(second.latencies)
             policies = [self._seconds[key].policy for key in sorted(self._seconds) if key <= now - WINDOW]
             current = next((policy for policy in reversed(policies) if policy is not None), None)
             policy_series = []
@@ -102,8 +113,8 @@ class RecentLoad:
             return {
                 "requests": [second.requests for second in seconds],
                 "rejected": [second.rejected for second in seconds],
-                "p50_ms": [_quantile(second.latencies, 0.5) for second in seconds],
-                "p99_ms": [_quantile(second.latencies, 0.99) for second in seconds],
+                "p50_ms": [second.quantiles[0] for second in seconds],
+                "p99_ms": [second.quantiles[1] for second in seconds],
                 "policy": policy_series,
                 "exits": [[second.exits[exit] for exit in range(num_exits)] for second in seconds],
                 "now": {

@@ -73,6 +73,7 @@ class Scheduler(Generic[State]):
         threads: Number of compute threads.
         strategy: Name of the strategy that chooses the next stage: deepest, oldest or fullest.
         on_batch: Called by a compute thread after every batch.
+        find_delay: Returns the seconds that everything waits for the event loop which submits requests.
         clock: Clock of deadlines, in seconds.
     """
 
@@ -88,6 +89,7 @@ class Scheduler(Generic[State]):
         threads: int = 1,
         strategy: str = "deepest",
         on_batch: Callable[[BatchRecord], None] | None = None,
+        find_delay: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend, self.family, self.load = backend, family, load
@@ -97,7 +99,7 @@ class Scheduler(Generic[State]):
         self._max_queue = check_integer("max_queue", max_queue, 1)
         self._max_wait = max_wait
         self._choose = STRATEGIES[check_choice("strategy", strategy, STRATEGIES)]
-        self._on_batch, self._clock = on_batch, clock
+        self._on_batch, self._find_delay, self._clock = on_batch, find_delay, clock
         self._queues: list[StageQueue[State]] = [StageQueue() for _ in range(backend.num_exits)]
         self._durations = [deque[tuple[float, float]](maxlen=_NUM_DURATIONS) for _ in self._queues]
         self._tickets: dict[int, Ticket] = {}
@@ -150,7 +152,9 @@ class Scheduler(Generic[State]):
         with self._condition:
             if self._closing:
                 raise ClosedError("the service is shutting down")
-            wait, limit = self.load.predict_wait(self._pending), min(self._max_wait, timeout)
+            limit = min(self._max_wait, timeout)
+            # It has waited for the event loop once, and its answer will wait again.
+            wait = self.load.predict_wait(self._pending) + 2 * self._find_delay()
             if self._pending and self._pending + (size or 1) > self._max_queue:
                 message, retry_after = f"the queue is full: {self._pending} images wait", wait
             elif wait > limit:

@@ -3,8 +3,9 @@
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from exitwise.core.errors import InputError
 
@@ -66,6 +67,52 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def host_is_allowed(header: str, hosts: Sequence[str]) -> bool:
+    """Return whether the header `Host` names the service.
+
+    A page whose name was pointed to this machine after it was loaded ("DNS rebinding") sends its own name.
+
+    Args:
+        header: Value of the header, with or without a port.
+        hosts: Names of the service; one on loopback stands for all of them. None, or "*", allow every name.
+
+    Example:
+        >>> from exitwise.serving.security import host_is_allowed
+        >>> host_is_allowed("127.0.0.1:8000", ["localhost"]), host_is_allowed("evil.example", ["localhost"])
+        (True, False)
+    """
+    if not hosts or "*" in hosts:
+        return True
+    name = _host_name(header)
+    return name in hosts or (is_loopback(name) and any(map(is_loopback, hosts)))
+
+
+def origin_is_allowed(origin: str, header: str, hosts: Sequence[str], cors: Sequence[str]) -> bool:
+    """Return whether a browser may send a request for a page of this origin.
+
+    A page can send some requests to any address without asking; only their answers are hidden from it.
+
+    Args:
+        origin: Value of the header `Origin`.
+        header: Value of the header `Host`; pages of the service itself are allowed.
+        hosts: Names of the service, which a proxy may replace in the header. Ports of loopback belong to others, too.
+        cors: Origins that are allowed besides, or "*".
+    """
+    if "*" in cors or origin in cors:
+        return True
+    authority = origin.partition("://")[2]
+    name = _host_name(authority)
+    return bool(authority) and (authority.lower() == header.lower() or (name in hosts and not is_loopback(name)))
+
+
+def _host_name(authority: str) -> str:
+    """Return the name or address in lower case, without the port and the brackets of IPv6; empty if it is invalid."""
+    try:
+        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def describe_exposure(host: str, has_keys: bool, has_tls: bool) -> str | None:

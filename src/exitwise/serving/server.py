@@ -25,7 +25,6 @@ from exitwise.serving.settings import Settings
 
 _KEEP_ALIVE = 10  # seconds between requests of a connection
 _OTHER_FILES = 256  # files that are open beside connections
-_MAX_HEADER = 16 << 10  # bytes of the headers of a request
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,12 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     limits: dict[str, Any] = {
         "http": limit_connections(address.max_connections, address.header_timeout, settings.timeout),
         "ws": "none",
-        "loop": "asyncio",
         "access_log": False,
         "log_config": None,
         "server_header": False,
         "proxy_headers": False,
         "timeout_keep_alive": _KEEP_ALIVE,
         "timeout_graceful_shutdown": round(settings.timeout + settings.body_timeout) + 1,
-        "h11_max_incomplete_event_size": _MAX_HEADER,
     }
     tls: dict[str, Any] = {}
     if address.tls_cert is not None:
@@ -122,7 +119,17 @@ def run(bundle: Path, settings: Settings, address: Address, api_keys: ApiKeys | 
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise InputError(f"`tls_cert` and `tls_key` are not usable: {first_line(error)}") from None
     names = ["", *(name for name, _, _ in extra)]
-    asyncio.run(_serve(servers, listeners, names, service, "https" if tls else "http"))
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_serve(servers, listeners, names, service, "https" if tls else "http"))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop of uvloop, which needs less time for a request, or of asyncio on systems without it."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _allow_open_files(count: int) -> None:

@@ -20,6 +20,7 @@ from exitwise.policies.family import FamilyMember, PolicyFamily
 from exitwise.runtime.onnx import OnnxBackend, Session
 from exitwise.runtime.onnx import State as OnnxState
 from exitwise.serving.bodies import BodyMemory
+from exitwise.serving.delivery import Delivery, LoopDelay
 from exitwise.serving.errors import ClientDisconnectedError
 from exitwise.serving.load import LoadController
 from exitwise.serving.metrics import Metrics
@@ -60,7 +61,9 @@ class LoadedBundle:
     a shifted policy was never measured, so that no floor could hold, and a certificate would be void.
     """
 
-    def __init__(self, path: Path, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, path: Path, settings: Settings, metrics: Metrics, find_delay: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.session = Session(path, threads=1, memory_patterns=False)  # batches have all sizes
         manifest = self.session.manifest
         own = FamilyMember.of(manifest.policy) if manifest.policy.cost is not None else None
@@ -87,6 +90,7 @@ class LoadedBundle:
             threads=settings.threads,
             strategy=settings.strategy,
             on_batch=metrics.add_batch,
+            find_delay=find_delay,
         )
         self.users = 0  # requests that hold this bundle; only the event loop changes it
 
@@ -131,17 +135,23 @@ class Service:
     def __init__(self, path: str | Path, settings: Settings) -> None:
         self.path, self.settings = Path(path), settings
         self.metrics = Metrics()
-        self.bundle = LoadedBundle(self.path, settings, self.metrics)
+        self.loop_delay = LoopDelay()
+        self.bundle = self._load()
         self.body_memory = BodyMemory(_MAX_BODIES * settings.max_body)
         self.reloads = 0
         self.draining = False
         self._started = False
+        self._delivery: Delivery
         self._pool = ThreadPoolExecutor(_NUM_DECODERS, "exitwise-decode")
         self._reloading = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
 
+    def _load(self) -> LoadedBundle:
+        return LoadedBundle(self.path, self.settings, self.metrics, lambda: self.loop_delay.seconds)
+
     async def start(self) -> None:
         """Warm up the bundle and start its threads."""
+        self._delivery = Delivery(asyncio.get_running_loop())
         await self.run_in_thread(self.bundle.warm_up)
         self.bundle.scheduler.start()
         self.update_metrics()
@@ -169,7 +179,7 @@ class Service:
         """Load the bundle again from its folder; if it is broken, the current one stays. Return whether it changed."""
         async with self._reloading:
             try:
-                new = await self.run_in_thread(lambda: LoadedBundle(self.path, self.settings, self.metrics))
+                new = await self.run_in_thread(self._load)
                 await self.run_in_thread(new.warm_up)
             except Exception as error:  # also what onnxruntime raises when it runs a graph
                 _log.error("the bundle was not reloaded, the former one stays: %s", first_line(error))
@@ -193,6 +203,7 @@ class Service:
     @contextmanager
     def use_bundle(self) -> Iterator[LoadedBundle]:
         """Yield the current bundle, which stays open until the end of the block."""
+        self.loop_delay.watch()
         bundle = self.bundle
         bundle.users += 1
         try:
@@ -257,7 +268,7 @@ class Service:
         arrays = images.values() if isinstance(images, Mapping) else [images]
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
-        rows = await _wait(ticket, receive)
+        rows = await _wait(ticket, receive, self._delivery)
         self.metrics.recent.set_policy(bundle.load.index)
         return rows
 
@@ -273,15 +284,19 @@ async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-async def _wait(ticket: Ticket, receive: Callable[[], Awaitable[Any]]) -> ServedRows:
+async def _wait(ticket: Ticket, receive: Callable[[], Awaitable[Any]], delivery: Delivery) -> ServedRows:
     """Wait for the answers of a ticket; cancel it if the client disconnects or this task is cancelled."""
-    answers, watcher = asyncio.wrap_future(ticket.future), asyncio.ensure_future(wait_for_disconnect(receive))
-    both: set[asyncio.Future[Any]] = {answers, watcher}
+    answers: asyncio.Future[ServedRows] = asyncio.get_running_loop().create_future()
+
+    def disconnect(watcher: asyncio.Future[None]) -> None:
+        if not watcher.cancelled() and not answers.done():
+            answers.set_exception(watcher.exception() or ClientDisconnectedError())
+
+    watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+    watcher.add_done_callback(disconnect)
+    delivery.connect(ticket.future, answers)
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if answers.done():
-            return answers.result()
-        raise ClientDisconnectedError
+        return await answers
     finally:
         watcher.cancel()
         ticket.future.cancel()  # has no effect on a future with a result

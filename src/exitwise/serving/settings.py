@@ -30,6 +30,8 @@ class Settings:
         timeout: Seconds after which a request without its own deadline is given up.
         body_timeout: Seconds within which a body must arrive.
         cors: Origins whose pages may call the service, or "*".
+        hosts: Names of the service in the header `Host`, of which one on loopback stands for all of them; none, or "*",
+            for any name.
 
     Raises:
         InputError: If a value is out of range.
@@ -54,6 +56,7 @@ class Settings:
     timeout: float = 30.0
     body_timeout: float = 10.0
     cors: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
@@ -72,6 +75,9 @@ class Settings:
         for origin in self.cors:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise InputError(f"`cors` must be origins such as https://example.org, or *, but got {origin!r}")
+        for host in self.hosts:
+            if host != host.lower() or not re.fullmatch(r"\*|[^\s/\[\]@]+", host):
+                raise InputError(f"`hosts` must be names such as api.example.org, or *, but got {host!r}")
 
 
 def parse_duration(name: str, text: str) -> float:
