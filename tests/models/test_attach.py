@@ -191,6 +191,19 @@ def branches(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.c(z).relu() + z)
 
 
+def two_names() -> dict[str, Any]:
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return {"pool": tail[0], "flatten": tail[1], "tail": nn.ModuleList(tail), "fc": nn.Linear(8, 4)}
+
+
+@case(IMAGES, "a", "b", **convs(a=(3, 8), b=(8, 8)), **two_names())
+def second_name(m: Any, x: Tensor) -> Tensor:
+    x = m.b(m.a(x).relu()).relu()
+    for layer in m.tail if x.shape[1] > 4 else ():  # only torch.export can follow
+        x = layer(x)
+    return m.fc(x)
+
+
 def timm_block(m: Any, x: Tensor) -> Tensor:
     n, length, width = x.shape
     q, k, v = m.qkv(m.norm1(x)).reshape(n, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)

@@ -272,7 +272,7 @@ def _write_graph(
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
     # Other kernels of attention give another memory layout than the operations that the exporter replaces them by.
-    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH), _AttentionOfHeads():
+    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH), _ExportableOperations():
         torch.onnx.export(
             module.eval(),
             tuple(inputs),
@@ -287,21 +287,29 @@ def _write_graph(
         )
 
 
-class _AttentionOfHeads(TorchFunctionMode):
-    """Give attention a dimension of heads where it has none, as in SAM: the exporter knows no other attention."""
+class _ExportableOperations(TorchFunctionMode):
+    """Replace operations that the exporter does not know by others with the same result."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func not in _ATTENTION or len(args) < 3 or args[0].dim() != 3:
-            return func(*args, **options)
-        query, key, value, *rest = args
-        if rest and isinstance(rest[0], Tensor) and rest[0].dim() == 3:
-            rest[0] = rest[0].unsqueeze(1)
-        if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() == 3:
-            options["attn_mask"] = mask.unsqueeze(1)
-        return func(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *rest, **options).squeeze(1)
+        if func in _ATTENTION and len(args) >= 3 and args[0].dim() == 3:
+            return _add_heads(func, args, options)
+        if func in _REVERSE_SUBTRACTION and isinstance(args[1], float) and not args[0].is_floating_point():
+            return args[1] - args[0].to(torch.get_default_dtype())  # of an integer, as in 1.0 - attention_mask
+        return func(*args, **options)
+
+
+def _add_heads(attention: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """Give attention a dimension of heads, which it has not in SAM."""
+    query, key, value, *rest = args
+    if rest and isinstance(rest[0], Tensor) and rest[0].dim() == 3:
+        rest[0] = rest[0].unsqueeze(1)
+    if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() == 3:
+        options["attn_mask"] = mask.unsqueeze(1)
+    attended: Tensor = attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *rest, **options)
+    return attended.squeeze(1)
 
 
 _ATTENTION = (
@@ -309,6 +317,7 @@ _ATTENTION = (
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+_REVERSE_SUBTRACTION = (Tensor.__rsub__, torch.rsub, torch.ops.aten.rsub.Scalar)
 
 
 @contextmanager
