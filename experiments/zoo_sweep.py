@@ -199,18 +199,18 @@ def run_steps(name: str, record: dict[str, Any], begin: Any, folder: Path) -> No
 
 
 def spread_logits(net: Any, inputs: Any) -> None:
-    """Scale and shift logits so that they differ between samples, as they do in a trained network."""
+    """Make last layers that read where features differ between samples, as training does; random ones read noise."""
+    rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for exit in net.exits:
-            if not exit.last.weight.any():  # torchvision's ViT begins with zeros
-                exit.last.weight.normal_()
-        for exit, logits in zip(net.exits, net(inputs), strict=True):
-            spread = float(logits.std(dim=0).mean())
+        for exit, features in zip(net.exits, net.features(inputs), strict=True):
+            differences = features - features.mean(dim=0)
+            weight = torch.randn(net.num_classes, SAMPLES, generator=rng) @ differences
+            spread = float((differences @ weight.T).std(dim=0).mean())
             if not spread > 0:
-                raise ValueError("the logits are equal for all inputs")
-            exit.last.weight *= 2 / spread
+                raise ValueError("the features are equal for all inputs")
+            exit.last.weight.copy_(weight * 2 / spread)
             if exit.last.bias is not None:
-                exit.last.bias.copy_((exit.last.bias - logits.mean(dim=0)) * 2 / spread)
+                exit.last.bias.copy_(-exit.last.weight @ features.mean(dim=0))
 
 
 def measure_rounding(net: Any, inputs: Any, probs: np.ndarray[Any, Any]) -> float:
