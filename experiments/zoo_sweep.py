@@ -20,7 +20,7 @@ import resource
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -226,26 +226,37 @@ LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}
 
 def filled(page: str) -> str:
     """The page with its tables made from the records."""
-    networks = load_records()
+    networks, all_listed = load_records(), json.loads(NETWORKS.read_text())
     summary = [
-        "| library | networks listed | tried so far | equal answers in ONNX | attach, median s | attach, longest s |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| library | networks | measured | equal answers | share | attach, median s | attach, longest s | all steps, min |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    failures = ["| network | step | what stopped it |", "|---|---|---|"]
+    failures = ["| network | parameters | step | what stopped it |", "|---|--:|---|---|"]
+    missing = ["| library | without a record |", "|---|---|"]
     for library, title in LIBRARIES.items():
-        records = {name: record for name, record in networks.items() if name.startswith(f"{library}:")}
+        listed = [f"{library}:{name}" for name in all_listed[library]]
+        records = {name: networks[name] for name in listed if name in networks}
         good = sum(record["ok"] for record in records.values())
-        times = sorted(r["seconds"]["attach"] for r in records.values() if "attach" in r.get("seconds", {})) or [0.0]
-        listed = len(json.loads(NETWORKS.read_text())[library])
-        summary.append(
-            f"| {title} | {listed} | {len(records)} | {good} | {times[len(times) // 2]:.1f} | {times[-1]:.1f} |"
-        )
+        share = f"{good / len(records):.0%}" if records else ""
+        steps = [record.get("seconds", {}) for record in records.values()]
+        times = sorted(seconds["attach"] for seconds in steps if "attach" in seconds) or [0.0]
+        minutes = sum(sum(seconds.values()) for seconds in steps) / 60
+        cells = [title, len(listed), len(records), good, share]
+        cells += [f"{times[len(times) // 2]:.1f}", f"{times[-1]:.1f}", f"{minutes:.0f}"]
+        summary.append(f"| {' | '.join(map(str, cells))} |")
         failures += [
-            f"| `{name}` | {record['step']} | {describe_error(record['error'])} |"
+            f"| `{name}` | {describe_size(record)} | {record['step']} | {describe_error(record['error'])} |"
             for name, record in records.items()
             if not record["ok"]
         ]
-    return fill_tables(page, {"summary": "\n".join(summary), "failures": "\n".join(failures)})
+        if rest := [f"`{name.partition(':')[2]}`" for name in listed if name not in networks]:
+            missing.append(f"| {title} | {', '.join(rest)} |")
+    tables = {"summary": summary, "failures": failures, "missing": missing}
+    return fill_tables(page, {name: "\n".join(rows) for name, rows in tables.items()})
+
+
+def describe_size(record: Mapping[str, Any]) -> str:
+    return f"{record['parameters'] / 1e6:.1f} M" if "parameters" in record else ""
 
 
 def describe_error(error: str) -> str:

@@ -691,7 +691,7 @@ refused("could not be guessed: pass `example_inputs`", Net(two_inputs, **TWO).ev
 refused("must get one row of", plain(lambda m, x: m.fc(m.b(m.a(x)).mean(0))), "a", example_inputs=SERIES)
 refused("but gets .2, 9, 8. for 2 samples", sequence(), "0", example_inputs=SERIES)
 refused("must end in the nn.Linear .* a Softmax: multi-label", sequence(nn.Softmax(dim=1)), "0")
-refused("a Sigmoid: multi-label nets, regressions, detectors", sequence(nn.Sigmoid()), "0")
+refused("a Sigmoid: nets without a classifier", sequence(nn.Sigmoid()), "0")
 refused("has one output, as in a regression", sequence(nn.Linear(3, 1)), "0")
 refused("but ends in a Conv2d", nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval(), "0")
 refused("2 linear layers, .8, 4. classes: pass `num_classes`", plain(boxes), "a")
