@@ -294,22 +294,27 @@ class _ExportableOperations(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func in _ATTENTION and len(args) >= 3 and args[0].dim() == 3:
-            return _add_heads(func, args, options)
+        if func in _ATTENTION and len(args) >= 3 and args[0].dim() not in (2, 4):
+            return _attend_in_four_dimensions(func, args, options)
         if func in _REVERSE_SUBTRACTION and isinstance(args[1], float) and not args[0].is_floating_point():
             return args[1] - args[0].to(torch.get_default_dtype())  # of an integer, as in 1.0 - attention_mask
         return func(*args, **options)
 
 
-def _add_heads(attention: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
-    """Give attention a dimension of heads, which it has not in SAM."""
-    query, key, value, *rest = args
-    if rest and isinstance(rest[0], Tensor) and rest[0].dim() == 3:
-        rest[0] = rest[0].unsqueeze(1)
-    if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() == 3:
-        options["attn_mask"] = mask.unsqueeze(1)
-    attended: Tensor = attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *rest, **options)
-    return attended.squeeze(1)
+def _attend_in_four_dimensions(attention: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """Compute attention without a dimension of heads, as in SAM, or with another one of windows, as in Twins."""
+    leading = args[0].shape[:-3]
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 3:
+            return value
+        if not leading:
+            return value.unsqueeze(1)
+        return value if value.dim() == 3 else value.expand(*leading, *value.shape[-3:]).flatten(0, -4)
+
+    options = {name: resize(value) for name, value in options.items()}
+    attended: Tensor = attention(*map(resize, args), **options)
+    return attended.squeeze(1) if not leading else attended.unflatten(0, leading)
 
 
 _ATTENTION = (
