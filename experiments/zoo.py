@@ -181,8 +181,8 @@ def set_statistics(module: nn.Module, inputs: Any) -> None:
     """Make a random network answer like a trained one: other inputs, other logits.
 
     The statistics of all BatchNorms become those of some inputs, because activations grow or vanish with random ones,
-    and scales and weights that begin at nearly zero become larger. A BatchNorm whose inputs vary less than its epsilon gets a
-    smaller one.
+    and scales and weights that begin at nearly zero become larger. A BatchNorm whose inputs vary less than its epsilon
+    gets a smaller one.
     """
     with torch.no_grad():
         for parameter in module.parameters():

@@ -40,7 +40,7 @@ FOLDER = Path(__file__).parent / "zoo_sweep"
 RESULTS, NETWORKS = FOLDER / "results.json", FOLDER / "networks.json"
 PAGE = Path(__file__).parent.parent / "docs" / "networks.md"
 SAMPLES, EXITS, TOLERANCE = 8, 3, 1e-4
-CPU_SECONDS, SECONDS = 300, 1500  # limits for one network
+CPU_SECONDS, SECONDS = 300, 7200  # limits for one network; the second is for a machine that is busy
 
 
 def main() -> None:
@@ -150,8 +150,8 @@ def measure(name: str, sender: Connection) -> dict[str, Any]:
     del record["step"]
     record["ok"] = record["difference"] <= TOLERANCE
     if not record["ok"]:
-        error = f"ONNX and torch differ by {record['difference']:.2g}, float32 and float64 in torch by {record['rounding']:.2g}"
-        record |= {"step": "compare", "error": error}
+        both = f"{record['difference']:.2g}, float32 and float64 in torch by {record['rounding']:.2g}"
+        record |= {"step": "compare", "error": f"ONNX and torch differ by {both}"}
     return record
 
 
@@ -228,7 +228,7 @@ def filled(page: str) -> str:
     """The page with its tables made from the records."""
     networks, all_listed = load_records(), json.loads(NETWORKS.read_text())
     summary = [
-        "| library | networks | measured | equal answers | share | attach, median s | attach, longest s | all steps, min |",
+        "| library | networks | measured | equal answers | share | attach, median s | longest s | all steps, min |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     failures = ["| network | parameters | step | what stopped it |", "|---|--:|---|---|"]
