@@ -328,11 +328,13 @@ _REVERSE_SUBTRACTION = (Tensor.__rsub__, torch.rsub, torch.ops.aten.rsub.Scalar)
 @contextmanager
 def _silence_exporter() -> Iterator[None]:
     """Suppress warnings, logs and prints of torch's exporter that a user cannot act on."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
