@@ -181,20 +181,32 @@ def set_statistics(module: nn.Module, inputs: Any) -> None:
     """Make a random network answer like a trained one: other inputs, other logits.
 
     The statistics of all BatchNorms become those of some inputs, because activations grow or vanish with random ones,
-    and scales of layers that begin at nearly zero become 0.3.
+    and scales and weights that begin at nearly zero become larger. A BatchNorm whose inputs vary less than its epsilon
+    gets a smaller one.
     """
     with torch.no_grad():
         for parameter in module.parameters():
             if 0 < float(parameter.abs().max()) < 2e-3 and parameter.numel() > 1:
-                parameter.fill_(0.3)
+                is_scale = parameter.numel() == max(parameter.shape)
+                parameter.fill_(0.3) if is_scale else parameter.normal_(std=0.02)
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.train()
         norm.momentum = None
-    with torch.no_grad():
-        module(**inputs) if isinstance(inputs, dict) else module(inputs)
+    hooks = [norm.register_forward_pre_hook(_keep_variance) for norm in norms]
+    if norms:
+        with torch.no_grad():
+            module(**inputs) if isinstance(inputs, dict) else module(inputs)
+    for hook in hooks:
+        hook.remove()
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.eval()
         norm.momentum = momentum
+
+
+def _keep_variance(norm: _BatchNorm, args: tuple[Tensor, ...]) -> None:
+    variance = float(args[0].var())
+    if 0 < variance < 10 * norm.eps:
+        norm.eps = max(1e-3 * variance, torch.finfo(torch.float32).tiny)

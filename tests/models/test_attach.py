@@ -191,6 +191,19 @@ def branches(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.c(z).relu() + z)
 
 
+def two_names() -> dict[str, Any]:
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return {"pool": tail[0], "flatten": tail[1], "tail": nn.ModuleList(tail), "fc": nn.Linear(8, 4)}
+
+
+@case(IMAGES, "a", "b", **convs(a=(3, 8), b=(8, 8)), **two_names())
+def second_name(m: Any, x: Tensor) -> Tensor:
+    x = m.b(m.a(x).relu()).relu()
+    for layer in m.tail if x.shape[1] > 4 else ():  # only torch.export can follow
+        x = layer(x)
+    return m.fc(x)
+
+
 def timm_block(m: Any, x: Tensor) -> Tensor:
     n, length, width = x.shape
     q, k, v = m.qkv(m.norm1(x)).reshape(n, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
@@ -678,7 +691,7 @@ refused("could not be guessed: pass `example_inputs`", Net(two_inputs, **TWO).ev
 refused("must get one row of", plain(lambda m, x: m.fc(m.b(m.a(x)).mean(0))), "a", example_inputs=SERIES)
 refused("but gets .2, 9, 8. for 2 samples", sequence(), "0", example_inputs=SERIES)
 refused("must end in the nn.Linear .* a Softmax: multi-label", sequence(nn.Softmax(dim=1)), "0")
-refused("a Sigmoid: multi-label nets, regressions, detectors", sequence(nn.Sigmoid()), "0")
+refused("a Sigmoid: nets without a classifier", sequence(nn.Sigmoid()), "0")
 refused("has one output, as in a regression", sequence(nn.Linear(3, 1)), "0")
 refused("but ends in a Conv2d", nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval(), "0")
 refused("2 linear layers, .8, 4. classes: pass `num_classes`", plain(boxes), "a")

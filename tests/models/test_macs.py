@@ -213,6 +213,7 @@ class Product(nn.Module):
         pytest.param(nn.AvgPool2d(2), (3, 4, 4), 12, 12 * 4, id="average pool"),
         pytest.param(nn.AvgPool2d((2, 3)), (1, 4, 6), 4, 4 * 6, id="average pool, oblong"),
         pytest.param(nn.MaxPool2d(3, stride=2, padding=1), (2, 8, 8), 32, 32 * 9, id="max pool that overlaps"),
+        pytest.param(nn.AvgPool2d(9, ceil_mode=True), (3, 4, 4), 3, 3 * 4 * 4, id="average pool larger than the map"),
         pytest.param(nn.MaxPool1d(2), (3, 8), 12, 12 * 2, id="max pool 1d"),
         pytest.param(nn.AvgPool1d(2), (3, 8), 12, 12 * 2, id="average pool 1d"),
         pytest.param(nn.AvgPool3d(2), (1, 4, 4, 4), 8, 8 * 8, id="average pool 3d"),

@@ -15,7 +15,14 @@ pytestmark = [pytest.mark.numerical, pytest.mark.slow]
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}
 SAME_LAYER = ("timm:test_resnet", "timm:test_vit", "timm:test_convnext", "timm:test_vit_relpos", "hf:albert")
 FOLDED = ("timm:deit_tiny_distilled_patch16_224", "timm:levit_128s", "timm:repghostnet_050", "hf:gpt2")
-EXPORTED = ("timm:test_vit_relpos", "torchvision:squeezenet1_1", "hf:gpt2", "hf:modernbert")
+EXPORTED = (
+    "timm:test_vit_relpos",
+    "torchvision:squeezenet1_1",
+    "hf:gpt2",
+    "hf:modernbert",
+    "hf:xlnet",
+    "hf:efficientnet",
+)
 
 
 @pytest.fixture(autouse=True)

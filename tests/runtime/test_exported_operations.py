@@ -44,7 +44,24 @@ def attention_with_positions(m: Stage, x: Tensor) -> Tensor:
     return attended.transpose(1, 2).reshape(x.size(0), 64, 12).mean(1)
 
 
-@pytest.mark.parametrize("run", [pool_behind_zeros, attention_without_heads, attention_with_positions])
+def attention_in_windows(m: Stage, x: Tensor) -> Tensor:
+    windows = x.reshape(x.size(0), 3, 4, 4, 16).transpose(1, 2)  # samples, windows, heads, tokens, channels
+    bias = m.bias[:, :4, :4]
+    attended = scaled_dot_product_attention(windows, windows, windows, attn_mask=bias)
+    attended = attended + scaled_dot_product_attention(windows, windows, windows, attn_mask=bias.expand(4, 3, 4, 4))
+    return attended.transpose(1, 2).flatten(3).reshape(x.size(0), 12, 64).mean(2)
+
+
+def difference_from_integers(m: Stage, x: Tensor) -> Tensor:
+    mask = (x > -3).long()
+    return (x * (1.0 - mask) + torch.ops.aten.rsub.Scalar(mask, 0.5)).mean((2, 3))
+
+
+RUNS = [pool_behind_zeros, attention_without_heads, attention_with_positions, attention_in_windows]
+RUNS += [difference_from_integers]
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_a_bundle_computes_what_torch_computes(run: Callable[[Any, Tensor], Tensor], tmp_path: Path) -> None:
     stages = [Stage(run), nn.Sequential(nn.Linear(12, 12), nn.ReLU())]
     net = ew.MultiExitNet(stages, [ew.Head(nn.Identity(), nn.Linear(12, 4)) for _ in stages]).eval()

@@ -166,12 +166,17 @@ def _count_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int 
     if isinstance(module, _ACTIVATIONS):
         return int(output.numel())
     if isinstance(module, _POOLS):
-        dims = output.dim() - 2
-        kernel = module.kernel_size
-        return int(output.numel() * (prod(kernel) if isinstance(kernel, tuple) else kernel**dims))
+        return int(output.numel()) * _pool_area(module.kernel_size, args[0].shape[2:])
     if isinstance(module, _ADAPTIVE_POOLS):
         return int(args[0].numel())
     return None
+
+
+def _pool_area(kernel: int | Sequence[int], map_shape: Sequence[int]) -> int:
+    """Return the number of positions that a pool reads: its kernel may be larger than the map, to pool all of it."""
+    sides = [kernel] if isinstance(kernel, int) else list(kernel)
+    sides *= len(map_shape) if len(sides) == 1 else 1
+    return prod(min(side, length) for side, length in zip(sides, map_shape, strict=True))
 
 
 def _count_attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> int:
@@ -220,8 +225,7 @@ class _ElementCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.count += next(iter_tensors(output)).numel()
         elif packet in _COUNTED_POOLS:
             result = next(iter_tensors(output))
-            kernel = args[1] if isinstance(args[1], list | tuple) else [args[1]]
-            self.count += result.numel() * (prod(kernel) if len(kernel) > 1 else kernel[0] ** (result.dim() - 2))
+            self.count += result.numel() * _pool_area(args[1], args[0].shape[2 - result.dim() :])
         elif packet in _COUNTED_MEANS:
             self.count += args[0].numel()
         return output

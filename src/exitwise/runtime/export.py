@@ -272,7 +272,7 @@ def _write_graph(
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
     # Other kernels of attention give another memory layout than the operations that the exporter replaces them by.
-    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH), _AttentionOfHeads():
+    with _silence_exporter(), sdpa_kernel(SDPBackend.MATH), _ExportableOperations():
         torch.onnx.export(
             module.eval(),
             tuple(inputs),
@@ -287,21 +287,34 @@ def _write_graph(
         )
 
 
-class _AttentionOfHeads(TorchFunctionMode):
-    """Give attention a dimension of heads where it has none, as in SAM: the exporter knows no other attention."""
+class _ExportableOperations(TorchFunctionMode):
+    """Replace operations that the exporter does not know by others with the same result."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func not in _ATTENTION or len(args) < 3 or args[0].dim() != 3:
-            return func(*args, **options)
-        query, key, value, *rest = args
-        if rest and isinstance(rest[0], Tensor) and rest[0].dim() == 3:
-            rest[0] = rest[0].unsqueeze(1)
-        if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dim() == 3:
-            options["attn_mask"] = mask.unsqueeze(1)
-        return func(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *rest, **options).squeeze(1)
+        if func in _ATTENTION and len(args) >= 3 and args[0].dim() not in (2, 4):
+            return _attend_in_four_dimensions(func, args, options)
+        if func in _REVERSE_SUBTRACTION and isinstance(args[1], float) and not args[0].is_floating_point():
+            return args[1] - args[0].to(torch.get_default_dtype())  # of an integer, as in 1.0 - attention_mask
+        return func(*args, **options)
+
+
+def _attend_in_four_dimensions(attention: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """Compute attention without a dimension of heads, as in SAM, or with another one of windows, as in Twins."""
+    leading = args[0].shape[:-3]
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 3:
+            return value
+        if not leading:
+            return value.unsqueeze(1)
+        return value if value.dim() == 3 else value.expand(*leading, *value.shape[-3:]).flatten(0, -4)
+
+    options = {name: resize(value) for name, value in options.items()}
+    attended: Tensor = attention(*map(resize, args), **options)
+    return attended.squeeze(1) if not leading else attended.unflatten(0, leading)
 
 
 _ATTENTION = (
@@ -309,16 +322,19 @@ _ATTENTION = (
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+_REVERSE_SUBTRACTION = (Tensor.__rsub__, torch.rsub, torch.ops.aten.rsub.Scalar)
 
 
 @contextmanager
 def _silence_exporter() -> Iterator[None]:
     """Suppress warnings, logs and prints of torch's exporter that a user cannot act on."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -53,8 +53,9 @@ def find_last_layer(module: nn.Module, traced: TracedModule, inputs: ModuleInput
     if not found:
         ends = ", ".join(sorted({_describe_node(module, node) for node in returned})) or "no computed value"
         raise InputError(
-            f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: multi-label nets, "
-            f"regressions, detectors and nets that return probabilities must be changed first"
+            f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: nets without a "
+            f"classifier (num_classes=0), multi-label nets, detectors and nets that return probabilities must be "
+            f"changed first"
         )
     sizes = [last.layer.out_features for last in found]
     fitting = [last for last in found if classes is None or last.layer.out_features == classes]
@@ -113,7 +114,8 @@ def _is_pointwise(layer: nn.Conv2d) -> bool:
 
 def _describe_node(module: nn.Module, node: fx.Node) -> str:
     if node.op == "call_module":
-        return f"a {type(module.get_submodule(str(node.target))).__name__}"
+        kind = type(module.get_submodule(str(node.target))).__name__
+        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     return str(getattr(node.target, "__name__", node.target))
 
 

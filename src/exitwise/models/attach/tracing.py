@@ -182,7 +182,9 @@ def _export_module(module: nn.Module, two: ModuleInputs) -> TracedModule:
     for entry in program.module_call_graph:
         if entry.fqn and entry.signature is not None:
             output_nodes = [nodes.get(getattr(output, "name", "")) for output in entry.signature.outputs]
-            nested_nodes = trees.tree_unflatten(output_nodes, entry.signature.out_spec)
+            # Modules with two names may lack their outputs under one of them.
+            is_complete = len(output_nodes) == entry.signature.out_spec.num_leaves
+            nested_nodes = trees.tree_unflatten(output_nodes, entry.signature.out_spec) if is_complete else None
             outputs.setdefault(entry.fqn.partition("@")[0], []).append(nested_nodes)
     _generalize_graph(graph, (*two.args, *two.kwargs.values()))
     output = next(node for node in graph.nodes if node.op == "output")
