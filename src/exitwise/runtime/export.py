@@ -314,7 +314,7 @@ def _attend_in_four_dimensions(attention: Any, args: Sequence[Any], options: dic
 
     options = {name: resize(value) for name, value in options.items()}
     attended: Tensor = attention(*map(resize, args), **options)
-    return attended.squeeze(1) if not leading else attended.unflatten(0, leading)
+    return attended.squeeze(1) if not leading else attended.reshape(*leading, *attended.shape[1:])
 
 
 _ATTENTION = (
