@@ -53,9 +53,9 @@ def find_last_layer(module: nn.Module, traced: TracedModule, inputs: ModuleInput
     if not found:
         ends = ", ".join(sorted({_describe_node(module, node) for node in returned})) or "no computed value"
         raise InputError(
-            f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: nets without a "
-            f"classifier (num_classes=0), multi-label nets, detectors and nets that return probabilities must be "
-            f"changed first"
+            f"the module must end in the nn.Linear that gives its logits, but ends in {ends}: multi-label nets, "
+            f"regressions, detectors, nets without a classifier (num_classes=0) and nets that return probabilities "
+            f"must be changed first"
         )
     sizes = [last.layer.out_features for last in found]
     fitting = [last for last in found if classes is None or last.layer.out_features == classes]
