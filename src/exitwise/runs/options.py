@@ -98,8 +98,11 @@ class AttachOptions:
         ),
     ] = None
     head: Annotated[
-        Literal["mlp", "linear", "conv"] | None,
-        Option(help="Kind of the new heads; conv has convolutions of its own for large maps.", show_default="mlp"),
+        Literal["mlp", "grid", "linear", "conv"] | None,
+        Option(
+            help="Kind of the new heads: grid pools large maps less, conv has convolutions of its own for them.",
+            show_default="mlp",
+        ),
     ] = None
 
 
