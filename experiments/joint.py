@@ -86,9 +86,11 @@ def train_norms(net: ew.MultiExitNet, splits: data.Splits[Any], recipe: ew.Recip
 VARIANTS: dict[str, tuple[str, Train]] = {  # head, training
     "continued": ("", train_joint),
     "frozen": ("mlp", train_frozen),
+    "frozen, grid heads": ("grid", train_frozen),
     "frozen, conv heads": ("conv", train_frozen),
     "BatchNorm": ("mlp", train_norms),
     "joint": ("mlp", train_joint),
+    "joint, grid heads": ("grid", train_joint),
     "joint, conv heads": ("conv", train_joint),
 }
 

@@ -707,7 +707,7 @@ refused("such as drawing random numbers", plain(lambda m, x: m.fc(m.b(m.a(x) + t
 refused("at `if y.sum.. > 0:` .test_attach.py, line .*; build the stages by hand", plain(depends), "a")
 refused("built with enable_nested_tensor=False", DROPPING, "encoder.layers.0", example_inputs=(SERIES, MASK))
 refused("only if `is_causal` is passed with its mask", LOOKS, "encoder.layers.0", example_inputs=SERIES)
-refused('`head` must be "mlp", "linear", "conv", a function or a list of heads', sequence(), "0", head="big")
+refused('`head` must be "mlp", "grid", "linear", "conv", a function or a list of heads', sequence(), "0", head="big")
 refused("one head for each of 2 cuts, but has 0", plain(chain), "a", "b", head=[])
 refused("must have the module's 4 classes, but has 5", plain(chain), "a", head=[FIVE])
 refused("cannot read the output of 'b', float32 .2, 8. for 2 samples", plain(chain), "b", head=lambda *_: NARROW)

@@ -62,6 +62,21 @@ def test_only_large_maps_get_convolutions() -> None:
     assert torch.equal(last, plain(x)[-1])
 
 
+def test_a_grid_has_more_features_than_an_mlp_where_there_are_few_channels(tmp_path: Path) -> None:
+    module, x = ew.models.resnet("cifar100-resnet14").eval(), torch.rand(2, 3, 32, 32)
+    at = ["stages.0.layer1", "stages.0.layer2", "stages.0.layer3.0"]  # 16, 32 and 64 channels
+    widths = {}
+    for kind in ("mlp", "grid"):
+        net = ew.attach(module, at, head=kind, example_inputs=x)
+        widths[kind] = [
+            next(part.in_features for part in head.neck if isinstance(part, nn.Linear)) for head in net.exits[:-1]
+        ]  # type: ignore[union-attr]
+    assert widths == {"mlp": [16 * 16, 32 * 4, 64 * 4], "grid": [16 * 16, 32 * 16, 64 * 16]}
+    ew.save_checkpoint(net, tmp_path / "net.safetensors")
+    again = ew.load_net(tmp_path / "net.safetensors").eval()
+    assert all(torch.equal(*pair) for pair in zip(net(x), again(x), strict=True))
+
+
 def test_other_features_get_the_head_of_an_mlp() -> None:
     module = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     heads = [ew.attach(module, ["1"], head=kind).exits[0] for kind in ("conv", "mlp")]

@@ -301,7 +301,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_its_weigh
         ((*OPTIONS, "--weights", "nowhere.pth"), "nowhere.pth does not exist"),
         ((*OPTIONS, "--weights", "x.pth", "--max-drop", -1), "`--max-drop` must be a number from 0 to 100"),
         ((*OPTIONS, "--weights", "x.pth", "--distill", 2), "`--distill` must be a number from 0 to 1"),
-        ((*OPTIONS, "--weights", "x.pth", "--head", "big"), "'big' is not one of 'mlp', 'linear', 'conv'"),
+        ((*OPTIONS, "--weights", "x.pth", "--head", "big"), "'big' is not one of 'mlp', 'grid', 'linear', 'conv'"),
         (("--data", "digits", "--exits", 3), "--exits is for --attach auto"),
         (("--data", "digits", "--head", "conv"), "--head is for exits that are attached"),
     ],

@@ -100,8 +100,11 @@ class AttachOptions:
         ),
     ] = None
     head: Annotated[
-        Literal["mlp", "linear", "conv"] | None,
-        Option(help="Kind of the new heads; conv has convolutions of its own for large maps.", show_default="mlp"),
+        Literal["mlp", "grid", "linear", "conv"] | None,
+        Option(
+            help="Kind of the new heads: grid pools large maps less, conv has convolutions of its own for them.",
+            show_default="mlp",
+        ),
     ] = None
     last: Annotated[
         bool, Option("--last", help="Train the last layer together with the new heads, such as for new classes.")

@@ -32,8 +32,11 @@ from exitwise.models.named.weight_hash import hash_weights
 from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
-BUILT_IN_HEADS = ("mlp", "linear", "conv")
-MIN_HIDDEN_WIDTH = 128  # smallest hidden layer of an MLP head
+BUILT_IN_HEADS = ("mlp", "grid", "linear", "conv")
+MIN_HIDDEN_WIDTH = (
+    128  # smallest hidden layer of an MLP head, which also has so many features if the map is large enough
+)
+MIN_GRID_WIDTH = 512  # features of a head "grid", if the map is large enough
 POOL_SIZES = (1, 2, 3, 4)  # possible sizes of a pooled map along each dimension
 REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drops one before each stage
 
@@ -64,9 +67,10 @@ def attach(
         num_classes: Number of classes c, needed only if the module returns the outputs of several linear layers. For a
             name, another number than that of the pretrained weights makes a new last layer, which must be trained.
         head: "mlp" or "linear": a head that pools maps (n, c, h, w) and tokens (n, l, d) over their positions, with a
-            hidden layer or without. "conv": as "mlp", but convolutions make maps of more than 4 x 4 small first. Or a
-            function of the features (of two samples) and the number of classes that returns a head. Or a list of heads
-            in the order of `at`; each reads the output of its submodule, samples first.
+            hidden layer or without. "grid": as "mlp", but maps of fewer than 512 channels are pooled to finer grids, up
+            to 4 x 4. "conv": as "mlp", but convolutions make maps of more than 4 x 4 small first. Or a function of the
+            features (of two samples) and the number of classes that returns a head. Or a list of heads in the order of
+            `at`; each reads the output of its submodule, samples first.
         example_inputs: Inputs of the module for at least one sample: a tensor, or a tuple or dict of tensors. It is
             guessed for modules that begin with a convolution, a linear layer or an embedding.
         exits: Number of exits for `at="auto"` and `at="stages"`.
@@ -263,7 +267,9 @@ def _make_heads(head: Any, at: Sequence[str], head_inputs: Sequence[HeadInput], 
     elif head in BUILT_IN_HEADS:
         heads = [_build_head(head_input, classes, head) for head_input in head_inputs]
     else:
-        raise InputError(f'`head` must be "mlp", "linear", "conv", a function or a list of heads, but got {head!r}')
+        raise InputError(
+            f'`head` must be "mlp", "grid", "linear", "conv", a function or a list of heads, but got {head!r}'
+        )
     for made_head, head_input in zip(heads, head_inputs, strict=True):
         if not isinstance(made_head, Head):
             raise InputError(f"`head` must give an exitwise Head, but gave a {type(made_head).__name__}")
@@ -314,7 +320,7 @@ def _build_head(head_input: HeadInput, classes: int, kind: str) -> Head:
         map_shape = tuple(features.shape[2:])
         if kind == "conv":
             layers, width, map_shape = make_convolutions(width, map_shape, features.device, features.dtype)
-        size = _choose_pool_size(width, map_shape)
+        size = _choose_pool_size(width, map_shape, MIN_GRID_WIDTH if kind == "grid" else MIN_HIDDEN_WIDTH)
         layers += [pools[features.dim()](size), nn.Flatten()]
         width *= size ** (features.dim() - 2)
     if kind != "linear":
@@ -324,10 +330,10 @@ def _build_head(head_input: HeadInput, classes: int, kind: str) -> Head:
     return Head(nn.Sequential(*layers), nn.Linear(width, classes, **options))
 
 
-def _choose_pool_size(channels: int, map_shape: Sequence[int]) -> int:
-    """Return the size of the pooled map along each dimension: more than one if there are few channels."""
+def _choose_pool_size(channels: int, map_shape: Sequence[int], min_features: int) -> int:
+    """Return the size of the pooled map along each dimension: the smallest that gives enough features, at most 4."""
     sizes = [size for size in POOL_SIZES if all(length % size == 0 for length in map_shape)]
-    return next((size for size in sizes if channels * size ** len(map_shape) >= MIN_HIDDEN_WIDTH), sizes[-1])
+    return next((size for size in sizes if channels * size ** len(map_shape) >= min_features), sizes[-1])
 
 
 # -- checks of the stages
