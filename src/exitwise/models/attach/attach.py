@@ -33,9 +33,7 @@ from exitwise.models.net import Head, MultiExitNet
 
 MakeHead = Callable[[Tensor, int], Head]  # features of two samples, number of classes
 BUILT_IN_HEADS = ("mlp", "grid", "linear", "conv")
-MIN_HIDDEN_WIDTH = (
-    128  # smallest hidden layer of an MLP head, which also has so many features if the map is large enough
-)
+MIN_HIDDEN_WIDTH = 128  # smallest hidden layer of a head "mlp", and its features if the map is large enough
 MIN_GRID_WIDTH = 512  # features of a head "grid", if the map is large enough
 POOL_SIZES = (1, 2, 3, 4)  # possible sizes of a pooled map along each dimension
 REMAINING_SAMPLES = 3  # samples in the last stage of the self-check, which drops one before each stage
