@@ -49,7 +49,8 @@ def normalize(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Pi
         return normalized
     import torch
 
-    scales, shifts = (torch.as_tensor(values, device=pixels.device) for values in (scale, shift))
+    # Copies: torch warns of arrays that are read-only.
+    scales, shifts = (torch.tensor(values, device=pixels.device) for values in (scale, shift))
     return torch.addcmul(shifts, pixels.float(), scales)
 
 
