@@ -189,6 +189,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, reload)
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
+    gc.set_threshold(10_000)  # requests make no cycles: a search for each 700 new objects would find nothing
     gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds
     for name, listener in zip(names, listeners, strict=True):
         host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
@@ -215,3 +216,5 @@ def log_to_stderr() -> None:
         logger.handlers = [handler]
         logger.setLevel(level)
         logger.propagate = False
+    # What no layout contains need not be found for every line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
