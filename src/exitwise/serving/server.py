@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,17 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
+def _let_batches_finish() -> None:
+    """Let the event loop, which calls this, wait for the end of a time slice on a core that compute threads use.
+
+    By default Linux interrupts a batch for every request and every answer, and both threads find cold caches. Several
+    requests that came meanwhile are then read together. Compute threads are not concerned: they were started before.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -189,6 +200,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, reload)
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
+    _let_batches_finish()
     gc.set_threshold(10_000)  # requests make no cycles: a search for each 700 new objects would find nothing
     gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds
     for name, listener in zip(names, listeners, strict=True):

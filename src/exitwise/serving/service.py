@@ -33,7 +33,7 @@ T = TypeVar("T")
 _log = logging.getLogger("exitwise.serving")
 _NUM_DECODERS = 2  # threads that parse requests and decode images
 _WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
-_WAIT_SHARE = 0.4  # of the latency objective that a request may wait; the rest is for computing it
+_WAIT_SHARE = 0.5  # of the latency objective that a request may wait; the rest is for computing it
 _MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
 _WATCH_AFTER = 0.05  # seconds after which a request that has no answer yet is given up if its client goes away
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
@@ -259,7 +259,7 @@ class Service:
 
         Args:
             bundle: The bundle to use.
-            images: A batch of images as the backend takes them.
+            images: A batch of images: one array, or a dict of arrays by the name of the input.
             options: Deadline and budget of the request.
             receive: Waits for messages of the client, to notice that it disconnects.
             recorder: Runs a single image to the last exit and keeps all predictions.
@@ -270,7 +270,7 @@ class Service:
             ClientDisconnectedError: If the client went away; what waits for it is not computed.
             InputError: If the images do not fit the net.
         """
-        arrays = images.values() if isinstance(images, Mapping) else [images]
+        arrays = [images] if isinstance(images, np.ndarray) else images.values()
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
         rows = await _wait(ticket, receive, self._delivery)
