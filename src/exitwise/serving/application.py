@@ -22,9 +22,9 @@ from exitwise.serving import protocol
 from exitwise.serving.api_page import CONTENT_SECURITY_POLICY, render_api
 from exitwise.serving.bodies import LimitBodies
 from exitwise.serving.errors import RequestError, require_serve
+from exitwise.serving.exchange import find_header, parse_top, read_body
 from exitwise.serving.exchange import json_response as _json
 from exitwise.serving.exchange import note as _note
-from exitwise.serving.exchange import find_header, parse_top, read_body
 from exitwise.serving.explain import rank_classes
 from exitwise.serving.images import Upload, decode_uploads, split_upload
 from exitwise.serving.middleware import AccessLog, CheckOrigin, RequireApiKey
