@@ -67,6 +67,13 @@ def test_wrong_options(exitwise: Command, bundle: Path, tmp_path: Path) -> None:
         assert "cannot be opened" in refused(exitwise, bundle, "--port", port)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this way to schedule")
+def test_only_the_event_loop_waits_for_the_end_of_batches(server: Server) -> None:
+    threads = {int(task.name) for task in Path(f"/proc/{server.process.pid}/task").iterdir()}
+    assert os.sched_getscheduler(server.process.pid) == os.SCHED_BATCH
+    assert {os.sched_getscheduler(thread) for thread in threads - {server.process.pid}} >= {os.SCHED_OTHER}
+
+
 def test_answers_do_not_wait_for_acknowledgments() -> None:
     """On a listening socket like that of `run`, asyncio alone would leave Nagle's algorithm on."""
 
