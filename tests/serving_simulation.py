@@ -121,7 +121,7 @@ def simulate(
     slo: float = 0.05,
     images: int = IMAGES,
     strategy: str = "deepest",
-    max_wait_share: float = 0.45,
+    max_wait_share: float = 0.4,
     pause: float = 0.0,
     seed: int = 0,
     **limits: Any,
