@@ -94,6 +94,19 @@ async def test_the_access_log_is_json_with_a_line_per_request(bundle: Path, capl
 
 
 @run_async
+async def test_an_error_that_nobody_expected_is_answered(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(bundle) as client:
+
+        async def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(client.service, "classify", fail)  # type: ignore[attr-defined]
+        for path in (INFER, INFER.replace("/infer", "/versions/1/infer")):
+            answer = await client.post(path, json=infer_body(some_images(1)))
+            assert (answer.status_code, answer.json()) == (500, {"error": "internal error"})
+
+
+@run_async
 async def test_a_changed_bundle_is_reloaded_and_a_broken_one_refused(bundle: Path, tmp_path: Path) -> None:
     live = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     async with serving(live, Settings(slo=60.0)) as client:

@@ -67,6 +67,27 @@ def test_wrong_options(exitwise: Command, bundle: Path, tmp_path: Path) -> None:
         assert "cannot be opened" in refused(exitwise, bundle, "--port", port)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this way to schedule")
+def test_the_event_loop_waits_for_batches_only_if_they_use_all_cores(bundle: Path) -> None:
+    cores = os.sched_getaffinity(0)
+
+    def find_policies(*words: str) -> list[set[int]]:
+        with started(bundle, *words) as server:
+            main = server.process.pid
+            threads = {int(task.name) for task in Path(f"/proc/{main}/task").iterdir()}
+            return [{os.sched_getscheduler(main)}, {os.sched_getscheduler(thread) for thread in threads - {main}}]
+
+    try:
+        os.sched_setaffinity(0, {min(cores)})  # the server inherits it
+        alone, others = find_policies()
+        assert alone == {os.SCHED_BATCH}
+        assert os.SCHED_OTHER in others  # the compute thread
+    finally:
+        os.sched_setaffinity(0, cores)
+    if len(cores) > 1:
+        assert find_policies()[0] == {os.SCHED_OTHER}
+
+
 def test_answers_do_not_wait_for_acknowledgments() -> None:
     """On a listening socket like that of `run`, asyncio alone would leave Nagle's algorithm on."""
 

@@ -171,7 +171,9 @@ class OnnxBackend:
     def _split_inputs(self, images: Any) -> list[Array]:
         """Return the inputs of the first graph in order, given as one array, a dict or a sequence."""
         names = [spec.name for spec in self._manifest.inputs]
-        if isinstance(images, Mapping) and set(images) == set(names):
+        if len(names) == 1 and isinstance(images, np.ndarray):
+            images = [images]
+        elif isinstance(images, Mapping) and set(images) == set(names):
             images = [images[name] for name in names]
         elif len(names) == 1:
             images = [images]

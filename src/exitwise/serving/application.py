@@ -11,19 +11,20 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from exitwise.core.errors import InputError, shorten
 from exitwise.core.version import __version__
 from exitwise.serving import protocol
 from exitwise.serving.api_page import CONTENT_SECURITY_POLICY, render_api
 from exitwise.serving.bodies import LimitBodies
-from exitwise.serving.errors import ClientDisconnectedError, RequestError, require_serve
+from exitwise.serving.errors import RequestError, require_serve
+from exitwise.serving.exchange import find_header, parse_top, read_body
 from exitwise.serving.exchange import json_response as _json
 from exitwise.serving.exchange import note as _note
-from exitwise.serving.exchange import parse_top, read_body
 from exitwise.serving.explain import rank_classes
 from exitwise.serving.images import Upload, decode_uploads, split_upload
 from exitwise.serving.middleware import AccessLog, CheckOrigin, RequireApiKey
@@ -34,6 +35,8 @@ from exitwise.serving.scheduler import ClosedError, OverloadedError
 from exitwise.serving.security import ApiKeys
 from exitwise.serving.service import LoadedBundle, Service, output_tensors
 from exitwise.serving.settings import Settings
+
+_HEADER_LENGTH = protocol.HEADER_LENGTH.lower().encode()
 
 
 def app(
@@ -79,7 +82,7 @@ def app(
     endpoints = _Endpoints(service, page, metrics)
     application = Starlette(
         routes=[*endpoints.routes(), *(PageEndpoints(service).routes() if page else ())],
-        middleware=_middleware(service, api_keys),
+        middleware=[*_middleware(service, api_keys), Middleware(InferShortcut, endpoints=endpoints)],
         exception_handlers=_exception_handlers(endpoints),
         lifespan=lifespan,
     )
@@ -127,7 +130,6 @@ def _exception_handlers(endpoints: "_Endpoints") -> dict[Any, Any]:
     return {
         InputError: endpoints.refuse,
         HTTPException: endpoints.refuse,
-        ClientDisconnect: _pass_disconnect,
         Exception: _fail,
     }
 
@@ -136,13 +138,33 @@ async def _fail(_: Request, __: Exception) -> Response:
     return _json({"error": "internal error"}, 500)
 
 
-async def _pass_disconnect(_: Request, __: Exception) -> Response:
-    raise ClientDisconnectedError
-
-
 async def _refuse_http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _json({"error": error.detail}, error.status_code, error.headers)
+
+
+class InferShortcut:
+    """Pass requests to infer directly to their endpoint: the search for it takes as long as to parse a request.
+
+    Args:
+        app: The application, with the routes of all requests.
+        endpoints: Handlers of the application.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: "_Endpoints") -> None:
+        self._app, self._endpoints = app, endpoints
+        self._path = f"/v2/models/{endpoints.model}/infer"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != self._path or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await self._endpoints.answer_infer(request)
+        except InputError as error:
+            response = await self._endpoints.refuse(request, error)
+        await response(scope, receive, send)
 
 
 class _Endpoints:
@@ -150,6 +172,7 @@ class _Endpoints:
 
     def __init__(self, service: Service, page: bool = False, metrics: bool = False) -> None:
         self._service, self._settings, self._metrics = service, service.settings, metrics
+        self.model = service.settings.name
         self._api = describe_api(self._settings.name, self._settings.max_images, page, metrics)
 
     def routes(self) -> list[Route]:
@@ -226,11 +249,15 @@ class _Endpoints:
     async def infer(self, request: Request) -> Response:
         """Answer a request of the Open Inference Protocol V2."""
         self._check_model(request)
+        return await self.answer_infer(request)
+
+    async def answer_infer(self, request: Request) -> Response:
+        """Answer a request to infer that names the model."""
         _note(request, endpoint="infer")
         service, arrived = self._service, time.monotonic()
         body = await read_body(request, self._settings)
         service.bundle.scheduler.check_capacity()  # before the work of parsing
-        header_length = request.headers.get(protocol.HEADER_LENGTH)
+        header_length = find_header(request.scope, _HEADER_LENGTH)
         parsed = await service.run_in_thread(
             lambda: protocol.parse_infer(body, header_length, self._settings.max_images), len(body)
         )
@@ -242,7 +269,7 @@ class _Endpoints:
             if rows.errors:
                 row, message = min(rows.errors.items())
                 raise RequestError(422, f"image {row}: {message}")
-            tensors = output_tensors(rows, np.asarray(bundle.session.costs.values))
+            tensors = output_tensors(rows, bundle.session.costs.values)
             described = bundle.describe_policy(rows.policy)
         answer = await service.run_in_thread(
             lambda: protocol.build_response(parsed, self._settings.name, tensors, described), rows.probs.nbytes

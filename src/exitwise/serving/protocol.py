@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -32,6 +33,8 @@ _TYPES = {
 _NAMES = {np.dtype(code).newbyteorder("="): name for name, code in _TYPES.items()}
 _OUTPUT_NAMES = ("probs", "predicted", "exits", "costs")
 _MAX_ID, _MAX_DIMENSIONS = 256, 8
+_SMALL_HEADER = 1024  # bytes of JSON that is kept parsed
+_encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` with options makes an encoder for every call
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def parse_infer(body: bytes, header_length: str | None, max_images: int) -> Infe
         InputError: If anything in the request is invalid.
     """
     header, rest = _split_body(body, header_length)
-    data = _parse_object(header)
+    data = _parse_small_object(header) if len(header) <= _SMALL_HEADER else _parse_object(header)
     request_id = data.get("id")
     if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _MAX_ID):
         raise InputError(f"`id` must be a string of at most {_MAX_ID} characters, but is {shorten(request_id)}")
@@ -117,6 +120,10 @@ def _parse_object(text: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"the request must be a JSON object, but is a {type(data).__name__}")
     return data
+
+
+# A client sends the same JSON with every request of binary tensors. What is parsed is read, and never changed.
+_parse_small_object = lru_cache(maxsize=256)(_parse_object)
 
 
 def _parse_parameters(data: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -239,20 +246,20 @@ def check_inputs(inputs: Mapping[str, Array], specs: Sequence[InputSpec]) -> Arr
 
 
 def build_response(
-    request: InferRequest, model: str, tensors: Mapping[str, Array], parameters: Mapping[str, Any]
+    request: InferRequest, model: str, tensors: Mapping[str, Callable[[], Array]], parameters: Mapping[str, Any]
 ) -> InferResponse:
     """Return the body of an answer.
 
     Args:
         request: The request; its id and its choice of outputs are used.
         model: Name of the model.
-        tensors: All outputs by name.
+        tensors: Functions by name that compute the outputs: only those that the request asks for are computed.
         parameters: Parameters of the answer.
     """
     chosen = request.outputs or [RequestedOutput(name, request.binary_output) for name in tensors]
     entries, chunks = [], []
     for output in chosen:
-        array = tensors[output.name]
+        array = tensors[output.name]()
         entry: dict[str, Any] = {
             "name": output.name,
             "datatype": datatype(array.dtype),
@@ -268,7 +275,7 @@ def build_response(
     if request.id is not None:
         data["id"] = request.id
     data |= {"parameters": dict(parameters), "outputs": entries}
-    header = json.dumps(data, allow_nan=False).encode()
+    header = _encode(data).encode()
     return InferResponse(header + b"".join(chunks), len(header) if chunks else None)
 
 

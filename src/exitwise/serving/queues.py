@@ -192,21 +192,22 @@ class StageQueue(Generic[State]):
             self.length += len(samples)
 
     def take(
-        self, backend: Backend[State], max_size: int, find_live: Callable[[Array], Array]
+        self, backend: Backend[State], max_size: int, find_live: Callable[[Array], Array | None]
     ) -> tuple[State, ActiveSamples, float] | None:
         """Remove and return the first `max_size` samples that still count; None if there are none.
 
         Args:
             backend: Selects and joins samples of stage states.
             max_size: Size of a full batch.
-            find_live: Returns the mask (n,) of the samples with these ids (n,) that are still to be computed.
+            find_live: Returns the mask (n,) of the samples with these ids (n,) that are still to be computed; None if
+                all of them are.
         """
         states, parts, arrivals, size = [], [], [], 0
         while self._chunks and size < max_size:
             state, samples, arrived = self._chunks.popleft()
             self.length -= len(samples)
             live = find_live(samples.ids)
-            if not live.all():
+            if live is not None:
                 rows = np.flatnonzero(live)
                 state, samples = backend.take(state, rows), samples.take(rows)
             if not len(samples):

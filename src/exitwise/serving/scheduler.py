@@ -255,10 +255,10 @@ class Scheduler(Generic[State]):
                 return False
             return ticket is not None
 
-        def find_live(ids: Array) -> Array:
+        def find_live(ids: Array) -> Array | None:
             numbers = split_ids(ids)[0].tolist()
-            live = {number: is_live(number) for number in dict.fromkeys(numbers)}
-            return np.array([live[number] for number in numbers], dtype=bool)
+            live = {number: is_live(number) for number in set(numbers)}
+            return None if all(live.values()) else np.array([live[number] for number in numbers], dtype=bool)
 
         batch = self._queues[stage].take(self.backend, self._max_batch, find_live)
         for ticket in expired:
@@ -299,7 +299,8 @@ class Scheduler(Generic[State]):
         self._distribute(stage, results, errors, oldest, len(samples), seconds)
         if self._on_batch is not None:
             probs = [exited.probs[rule.counted(exited)] for _, _, exited in results]
-            exited_probs = np.concatenate(probs) if probs else np.zeros((0, self.backend.num_classes), np.float32)
+            empty = np.zeros((0, self.backend.num_classes), np.float32)
+            exited_probs = probs[0] if len(probs) == 1 else np.concatenate([empty, *probs])
             self._on_batch(BatchRecord(stage, len(samples), seconds, exited_probs, len(errors)))
 
     def _run_one_by_one(
@@ -333,14 +334,20 @@ class Scheduler(Generic[State]):
             for state, active, exited in results:
                 if len(active):
                     self._queues[stage + 1].add(state, active, oldest)
+                if not len(exited.ids):
+                    continue
                 numbers, rows = split_ids(exited.ids)
                 positions: dict[int, list[int]] = {}
-                for position in np.flatnonzero(~exited.non_finite).tolist():
-                    positions.setdefault(int(numbers[position]), []).append(position)
+                non_finite = exited.non_finite.tolist()
+                for position, number in enumerate(numbers.tolist()):
+                    if non_finite[position]:
+                        errors[int(exited.ids[position])] = f"exit {stage} gives probabilities that are not finite"
+                    elif number in positions:
+                        positions[number].append(position)
+                    else:
+                        positions[number] = [position]
                 for number, mine in positions.items():
                     self._answer(number, rows[mine], exited.probs[mine], stage, finished)
-                for sample in exited.ids[exited.non_finite].tolist():
-                    errors[sample] = f"exit {stage} gives probabilities that are not finite"
             for sample, message in errors.items():
                 self._fail_sample(sample, message, finished)
             self.load.update(self._clock(), self._pending)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,21 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
+def _let_batches_finish(threads: int) -> None:
+    """Let the event loop, which calls this, wait for the end of a time slice if compute threads use all cores.
+
+    By default Linux interrupts a batch for every request and every answer, and both threads find cold caches. Several
+    requests that came meanwhile are then read together. If there is another core, the event loop need not wait: it is
+    not changed then, because it would wait for other programs, too.
+
+    Args:
+        threads: Number of compute threads, which were started before and are not changed.
+    """
+    if hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) <= threads:  # Linux
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -189,6 +204,8 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, reload)
     while not all(server.started for server in servers) and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)
+    _let_batches_finish(service.settings.threads)
+    gc.set_threshold(10_000)  # requests make no cycles: a search for each 700 new objects would find nothing
     gc.freeze()  # what was loaded stays: a search for garbage in it would pause all requests for tens of milliseconds
     for name, listener in zip(names, listeners, strict=True):
         host, port = listener.getsockname()[:2] if listener.fileno() >= 0 else ("", 0)
@@ -215,3 +232,5 @@ def log_to_stderr() -> None:
         logger.handlers = [handler]
         logger.setLevel(level)
         logger.propagate = False
+    # What no layout contains need not be found for every line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ _NUM_DECODERS = 2  # threads that parse requests and decode images
 _WARM_UPS, _WARM_UP_BATCH = 3, 8  # batches of one and of several images that are timed before the first request
 _WAIT_SHARE = 0.4  # of the latency objective that a request may wait; the rest is for computing it
 _MAX_BODIES = 16  # bodies of the largest size that may be in memory at the same time
+_WATCH_AFTER = 0.05  # seconds after which a request that has no answer yet is given up if its client goes away
 _SMALL_BODY = 1 << 16  # bytes of a body that is parsed without another thread
 
 
@@ -92,6 +93,7 @@ class LoadedBundle:
             on_batch=metrics.add_batch,
             find_delay=find_delay,
         )
+        self._descriptions = [self._describe_policy(index) for index in range(len(self.family))]
         self.users = 0  # requests that hold this bundle; only the event loop changes it
 
     @property
@@ -101,6 +103,9 @@ class LoadedBundle:
 
     def describe_policy(self, index: int) -> dict[str, Any]:
         """Return index, budget, unit and accuracy of a policy, for answers."""
+        return dict(self._descriptions[index])
+
+    def _describe_policy(self, index: int) -> dict[str, Any]:
         member = self.family[index]
         described = {"policy": index, "budget": member.budget, "unit": self.unit}
         return described if member.accuracy is None else {**described, "expected_accuracy": member.accuracy}
@@ -254,7 +259,7 @@ class Service:
 
         Args:
             bundle: The bundle to use.
-            images: A batch of images as the backend takes them.
+            images: A batch of images: one array, or a dict of arrays by the name of the input.
             options: Deadline and budget of the request.
             receive: Waits for messages of the client, to notice that it disconnects.
             recorder: Runs a single image to the last exit and keeps all predictions.
@@ -265,7 +270,7 @@ class Service:
             ClientDisconnectedError: If the client went away; what waits for it is not computed.
             InputError: If the images do not fit the net.
         """
-        arrays = images.values() if isinstance(images, Mapping) else [images]
+        arrays = [images] if isinstance(images, np.ndarray) else images.values()
         state = await self.run_in_thread(lambda: bundle.backend.start(images), sum(array.nbytes for array in arrays))
         ticket = bundle.scheduler.submit(state, options.timeout, options.max_policy, recorder)
         rows = await _wait(ticket, receive, self._delivery)
@@ -286,19 +291,28 @@ async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
 
 async def _wait(ticket: Ticket, receive: Callable[[], Awaitable[Any]], delivery: Delivery) -> ServedRows:
     """Wait for the answers of a ticket; cancel it if the client disconnects or this task is cancelled."""
-    answers: asyncio.Future[ServedRows] = asyncio.get_running_loop().create_future()
 
     def disconnect(watcher: asyncio.Future[None]) -> None:
         if not watcher.cancelled() and not answers.done():
             answers.set_exception(watcher.exception() or ClientDisconnectedError())
 
-    watcher = asyncio.ensure_future(wait_for_disconnect(receive))
-    watcher.add_done_callback(disconnect)
+    loop = asyncio.get_running_loop()
+    answers: asyncio.Future[ServedRows] = loop.create_future()
+    watchers: list[asyncio.Future[None]] = []
+
+    def watch() -> None:
+        watchers.append(asyncio.ensure_future(wait_for_disconnect(receive)))
+        watchers[0].add_done_callback(disconnect)
+
+    # A task for every request would take longer than all others together compute in vain for those who went away.
+    timer = loop.call_later(_WATCH_AFTER, watch)
     delivery.connect(ticket.future, answers)
     try:
         return await answers
     finally:
-        watcher.cancel()
+        timer.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         ticket.future.cancel()  # has no effect on a future with a result
 
 
@@ -313,11 +327,11 @@ def _parse_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def output_tensors(rows: ServedRows, costs: Array) -> dict[str, Array]:
-    """Return the outputs of the protocol by name, from answers and the costs (K,) of the exits."""
+def output_tensors(rows: ServedRows, costs: Sequence[float]) -> dict[str, Callable[[], Array]]:
+    """Return functions that compute the outputs of the protocol, by name, from answers and the costs of the exits."""
     return {
-        "probs": rows.probs,
-        "predicted": rows.probs.argmax(axis=1).astype(np.int64),
-        "exits": rows.exits,
-        "costs": np.asarray(costs, dtype=np.float64)[rows.exits],
+        "probs": lambda: rows.probs,
+        "predicted": lambda: rows.probs.argmax(axis=1).astype(np.int64, copy=False),
+        "exits": lambda: rows.exits,
+        "costs": lambda: np.asarray(costs, dtype=np.float64)[rows.exits],
     }
