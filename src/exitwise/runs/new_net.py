@@ -44,12 +44,12 @@ class NewNet:
 
     @property
     def has_exits_attached(self) -> bool:
-        """Whether exits are attached to a network that has one."""
+        """True if exits are attached to a network that has one."""
         return self.named is not None or self.attached.attach is not None
 
     @property
     def weights(self) -> str | None:
-        """Where its weights come from, for run.json; None for random ones."""
+        """Source of its weights, for run.json; None for random ones."""
         if self.attached.weights is not None:
             return str(self.attached.weights.resolve())
         return None if self.named is None else "pretrained"

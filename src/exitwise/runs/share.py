@@ -16,7 +16,7 @@ from exitwise.runtime.hub import ADAPTER_FILE, read_config, require_hub
 
 @dataclass(frozen=True)
 class ShareOptions:
-    """What is shared, and where.
+    """Contents and target of what is shared.
 
     Args:
         to_hub: Upload to a repository of the Hub, instead of a folder.

@@ -43,7 +43,7 @@ class Delivery:
 
 
 class LoopDelay:
-    """How late an event loop does what is due: the time that a request waits before the service sees it.
+    """Delay of an event loop: the time that a request waits before the service sees it.
 
     A timer measures it while there are requests. The mean of the last intervals counts: a single long one has gone by.
     """

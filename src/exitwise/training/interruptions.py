@@ -1,4 +1,4 @@
-"""What ends a training early: signals, and a second process in the same folder."""
+"""Interruptions of a training: signals, and a second process in the same folder."""
 
 import signal
 from collections.abc import Iterator

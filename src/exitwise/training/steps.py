@@ -1,4 +1,4 @@
-"""What a training computes with a net: gradients of a batch, an optimizer step, and accuracy on validation samples."""
+"""Steps of a training: gradients of a batch, an optimizer step, and accuracy on validation samples."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
