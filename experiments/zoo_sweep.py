@@ -203,14 +203,17 @@ def spread_logits(net: Any, inputs: Any) -> None:
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for exit, features in zip(net.exits, net.features(inputs), strict=True):
-            differences = features - features.mean(dim=0)
+            mean = features.mean(dim=0)
+            differences = features - mean
             weight = torch.randn(net.num_classes, SAMPLES, generator=rng) @ differences
+            if exit.last.bias is None:  # logits without an offset that all samples share
+                weight -= torch.outer(weight @ mean, mean) / mean.square().sum()
             spread = float((differences @ weight.T).std(dim=0).mean())
             if not spread > 0:
                 raise ValueError("the features are equal for all inputs")
             exit.last.weight.copy_(weight * 2 / spread)
             if exit.last.bias is not None:
-                exit.last.bias.copy_(-exit.last.weight @ features.mean(dim=0))
+                exit.last.bias.copy_(-exit.last.weight @ mean)
 
 
 def measure_rounding(net: Any, inputs: Any, probs: np.ndarray[Any, Any]) -> float:
