@@ -29,7 +29,7 @@ from exitwise.core.errors import InputError
 _UTILIZATION = 1.2  # of the measured capacity, with a policy that the controller moves to: the queue corrects it
 _MAX_UTILIZATION = 1.35  # above it the policy becomes cheaper
 _FAST, _SLOW = 0.25, 1.5  # time constants of the two averages of the arrival rate, in seconds
-_DRAIN_SHARE = 0.25  # of the latency objective, in which a queue of usual length is worked off
+_DRAIN_SHARE = 0.2  # of the latency objective, in which a queue of usual length is worked off
 _MAX_DRAIN = 1.5  # times as long at most may the policy of new requests take for a longer queue
 _SPEED_TIME = 1.0  # busy seconds over which the speed is averaged
 _PATIENCE = 0.5  # seconds before a step up
