@@ -1,24 +1,19 @@
 """The recorded results of INT8 stages: as the page shows them, and as its sentences state."""
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-from paths import ROOT
+from other_libraries import experiment
 
 import exitwise as ew
 from exitwise.core.files import read_json
 
 
 @pytest.fixture(scope="module")
-def int8() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "experiments"))
-    yield import_module("int8")
-    sys.path.remove(str(ROOT / "experiments"))
+def int8() -> ModuleType:
+    return experiment("int8")
 
 
 def test_the_page_has_the_recorded_tables(int8: ModuleType) -> None:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import exitwise
+from exitwise.core.child_environment import child_environment
 from exitwise.core.errors import InputError
 from exitwise.core.ray_actors import ActorOptions, ActorPool, ClusterWatch, Work
 from exitwise.core.ray_cluster import ClusterGoneError, check_ray, ray_cluster
@@ -55,14 +54,12 @@ class RayDriver:
     def __enter__(self) -> Self:
         check_ray(self._address)
         self._connection, theirs = Pipe()
-        root = str(Path(exitwise.__file__).parent.parent)
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
             stdin=subprocess.PIPE,  # never written: its end tells the driver that the command is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+            env=child_environment(),
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for the command, which then ends the driver
         )

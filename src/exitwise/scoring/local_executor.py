@@ -1,7 +1,6 @@
 """Worker processes on this machine."""
 
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import exitwise
 from exitwise.core.checks import check_integer
+from exitwise.core.child_environment import child_environment
 from exitwise.core.errors import InputError
 from exitwise.scoring.attempts import DeathCounter
 from exitwise.scoring.executors import Event, ShardProgress
@@ -136,8 +135,6 @@ class _Worker:
     def __init__(
         self, bundle: str, threads: int, messages: "queue.SimpleQueue[tuple[_Worker, dict[str, Any] | None]]"
     ) -> None:
-        root = str(Path(exitwise.__file__).parent.parent)
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.shard: int | None = None
         self.is_ready = False
         self.process = subprocess.Popen(
@@ -145,7 +142,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+            env=child_environment(),
             encoding="utf-8",
             errors="replace",  # a library may print names of files in any encoding
         )
